@@ -1,7 +1,10 @@
 """Targets of the fuzz test: fused operations, lists of operations, registries."""
 
+import contextlib
+import dataclasses
 import functools
 
+import bad_values
 from bad_values import Target
 from fuzz_targets import called, optional, traced, zeros
 
@@ -121,4 +124,98 @@ LISTS = {
             ops.register_backward_fusion,
         )
     },
+}
+
+
+def _without(target, *names):
+    """Returns the target without these bad values."""
+    values = {k: make for k, make in bad_values.VALUES.items() if k not in names}
+    return dataclasses.replace(target, values=values)
+
+
+def _on_trees(function, valid):
+    # JAX's C++ code raises a `SystemError` for trees deeper than Python's stack.
+    deep = ("nested list", "nested dict", "a list in itself")
+    return _without(called(function, valid), *deep)
+
+
+def _changed_list(method):
+    """Returns a function that changes a `Sequential` like a Python list."""
+
+    def run(**given):
+        seq = ops.Sequential(ops.GELU(), ops.ReLU())
+        with contextlib.suppress(IndexError):
+            getattr(seq, method)(*given.values())
+
+    return run
+
+
+def _with_channel(kind, method):
+    def run(**given):
+        getattr(kind(), method)(**given)
+
+    return run
+
+
+_CHANNEL = {"index": 0, "name": "residual"}
+_LIST_METHODS = {
+    "append": {"op": ops.GELU()},
+    "extend": {"ops": (ops.GELU(),)},
+    "insert": {"index": 0, "op": ops.GELU()},
+    "pop": {"index": 0},
+    "__getitem__": {"index": 0},
+    "__setitem__": {"index": 0, "op": ops.GELU()},
+    "__delitem__": {"index": 0},
+    "__add__": {"other": (ops.GELU(),)},
+}
+FUNCTIONS = {
+    **{
+        f"Sequential.{name}": called(
+            _changed_list(name), functools.partial(dict, given)
+        )
+        for name, given in _LIST_METHODS.items()
+    },
+    "with_extra_input_channel": called(
+        _with_channel(ops.AddExtraInput, "with_extra_input_channel"),
+        lambda: {**_CHANNEL},
+    ),
+    "with_extra_output_channel": called(
+        _with_channel(ops.MakeExtraOutput, "with_extra_output_channel"),
+        lambda: {**_CHANNEL, "output_to_caller": True},
+    ),
+    "ops.FusedOperation": called(
+        ops.FusedOperation, lambda: {"basic_ops": (ops.GELU(),)}
+    ),
+    "OperationFuser.fused": called(
+        lambda direction: ops.OperationFuser([ops.GELU()]).fused(direction),
+        lambda: {"direction": "forward"},
+    ),
+    "ops.fuse_windows": _without(
+        called(
+            ops.fuse_windows, lambda: {"ops": [ops.GELU()], "match": lambda ops: None}
+        ),
+        *("a class", "jnp.float32", "int32"),  # raise their own errors when called
+    ),
+    "ops.unregister_fusion": called(ops.unregister_fusion, lambda: {"fusion": _fusion}),
+    "ops.without_fusions": called(ops.without_fusions, dict),
+    **{
+        f"ops.{name}.{scan}": called(getattr(kind, scan), lambda: {"ops": [ops.GELU()]})
+        for name, kind in vars(ops.fused).items()
+        for scan in ("fuse_forward_ops", "fuse_backward_ops")
+        if hasattr(kind, scan)
+    },
+    **{
+        f"ops.{split.__name__}": _on_trees(split, lambda: {"params": (_PARAMS,)})
+        for split in (ops.split_main_grads, ops.split_fp8_states)
+    },
+    "ops.merge_main_grads": _on_trees(
+        ops.merge_main_grads, lambda: {"weights": _PARAMS, "main_grads": _PARAMS}
+    ),
+    "ops.merge_fp8_states": _on_trees(
+        ops.merge_fp8_states, lambda: {"weights": _PARAMS, "states": _PARAMS}
+    ),
+    "ops.gradients_of_main_grads": _on_trees(
+        ops.gradients_of_main_grads,
+        lambda: {"gradients": (_PARAMS,), "main_grads": (_PARAMS,)},
+    ),
 }

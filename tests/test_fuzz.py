@@ -23,6 +23,7 @@ TARGETS = {
     **fuzz_targets.TARGETS,
     **fuzz_operations.FUSED,
     **fuzz_operations.LISTS,
+    **fuzz_operations.FUNCTIONS,
     **fuzz_commands.COMMANDS,
     **fuzz_commands.FILES,
 }
@@ -79,6 +80,17 @@ ONCE = [
     ("linear", "fp8_state", "()"),
     ("initialize_ub", "dtype", "{1: {}}"),
     ("JAX_UB_", "JAX_UB_TUNED", "x" * 10_000),
+    ("ops.fuse_windows", "ops", "3"),
+    ("ops.fuse_windows", "match", "3"),
+    ("ops.fuse_windows", "match", "a function that returns a string"),
+    ("ops.ForwardLinearBiasAdd.fuse_forward_ops", "ops", "{'a': 1}"),
+    ("ops.UserbuffersBackwardLinear.fuse_backward_ops", "ops", "(1, 2, 3)"),
+    ("ops.unregister_fusion", "fusion", "np [4, 8]"),
+    ("ops.merge_main_grads", "weights", "{raises in repr: 1}"),
+    ("Sequential.extend", "ops", "deleted array"),
+    ("OperationFuser.fused", "direction", "'tp'"),
+    ("Sequential.insert", "index", "'tp'"),
+    ("Sequential.__getitem__", "index", "'tp'"),
 ]
 
 
@@ -144,5 +156,8 @@ def test_every_operation_has_a_target():
         f"ops.fused.{name}"
         for name, found in vars(ops.fused).items()
         if inspect.isclass(found) and not name.startswith("_")
+    }
+    operations |= {
+        f"ops.{name}" for name in ops.__all__ if inspect.isfunction(getattr(ops, name))
     }
     assert operations - {"ops.BasicOperation"} <= set(TARGETS)

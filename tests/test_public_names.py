@@ -107,8 +107,7 @@ CLASSES = [name for name in PUBLIC if inspect.isclass(PUBLIC[name])]
 # nothing if there is no state.
 RAISE_NOTHING = {
     *("jax_ub.memory_report", "jax_ub.overlapped", "jax_ub.register_targets"),
-    *("jax_ub.ops.fuse_windows", "jax_ub.ops.split_fp8_states"),
-    *("jax_ub.ops.split_main_grads", "jax_ub.ops.unregister_fusion"),
+    *("jax_ub.ops.split_fp8_states", "jax_ub.ops.split_main_grads"),
     "jax_ub.ops.without_fusions",
 }
 

@@ -47,7 +47,7 @@ _PAGES = {
         r"|BasicLinear|Bias|ConstantScale|Dropout|GEGLU|GELU|Identity|LayerNorm"
         r"|MakeExtraOutput|Quantize|RMSNorm|ReLU|ReduceScatter|Reshape|SiLU|SwiGLU"
         r"|(Backward|Forward|Userbuffers)\w+|gradients_of_main_grads|merge_\w+"
-        r"|register_\w+_fusion)\b"
+        r"|fuse_windows|(register_\w+|unregister)_fusion)\b"
     ),
     "docs/functions.md": (
         r"^(all_gather_matmul|all_reduce|dgrad_add|linear|matmul_all_reduce"

@@ -111,6 +111,8 @@ def test_wrong_channels_are_rejected():
         error, match="AddExtraInput: 'a b' is not the name of a channel"
     ):
         ops.AddExtraInput().with_extra_input_channel(0, "a b")
+    with pytest.raises(unknown, match="MakeExtraOutput: output_to_caller = 7 is not a"):
+        ops.MakeExtraOutput().with_extra_output_channel(0, "a", output_to_caller=7)
     with pytest.raises(
         unknown, match="operation 1 .AddExtraInput.*Did you mean 'resid"
     ):

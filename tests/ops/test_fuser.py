@@ -100,6 +100,8 @@ def test_a_fusion_that_is_not_callable_is_rejected(name):
     with pytest.raises(ub.errors.FusionError, match=f"register_{name}_fusion.*None"):
         getattr(ops, f"register_{name}_fusion")(None)
     assert None not in fusers.fusions(name)
+    with pytest.raises(ub.errors.FusionError, match="^unregister_fusion: fusion = Non"):
+        ops.unregister_fusion(None)
 
 
 def test_result_must_expand_to_the_same_operations():
@@ -128,6 +130,36 @@ def test_a_fused_operation_that_is_longer_than_the_list_is_rejected():
         fuser = ops.OperationFuser([ops.Bias(4), ops.GELU()])
         with pytest.raises(ub.errors.FusionError, match="but was given .*Bias.*GELU"):
             fuser.forward_ops  # noqa: B018
+
+
+FUSE = [
+    (
+        3,
+        3,
+        "ShapeContractError",
+        "^fuse_windows: match = 3 is not a function. Pass one",
+    ),
+    (3, lambda rest: None, "ShapeContractError", "^fuse_windows: ops is of type int."),
+    (
+        [ops.GELU(), 3],
+        lambda rest: None,
+        "ShapeContractError",
+        "^fuse_windows: entry 1 is",
+    ),
+    ([ops.GELU()], lambda rest: 3, "FusionError", "^fuse_windows: match returned 3."),
+]
+
+
+@pytest.mark.parametrize(("found", "match", "error", "text"), FUSE)
+def test_fuse_windows_rejects_other_arguments(found, match, error, text):
+    with pytest.raises(getattr(ub.errors, error), match=text):
+        ops.fuse_windows(found, match)
+
+
+def test_an_unknown_pass_is_rejected():
+    text = "direction = 'joint' is not the name of a pass. Pass \"forward\" or"
+    with pytest.raises(ub.errors.UnknownNameError, match=text):
+        ops.OperationFuser([ops.GELU()]).fused("joint")
 
 
 @pytest.mark.parametrize("basic_ops", [ops.GELU(), (ops.Linear(4, 4),), [None]])

@@ -90,6 +90,24 @@ def test_sequential_is_a_list():
         seq.append(type("Bound", (), {})())
 
 
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda seq: seq.insert("0", ops.ReLU()), "Sequential.insert"),
+        (lambda seq: seq.pop(1.5), "Sequential.pop"),
+        (lambda seq: seq["0"], "Sequential"),
+        (lambda seq: seq.__setitem__(None, ops.ReLU()), "Sequential"),
+        (lambda seq: seq.__delitem__("0"), "Sequential"),
+    ],
+)
+def test_an_index_that_is_no_integer_is_rejected(change, where):
+    seq = ops.Sequential(ops.GELU())
+    text = rf"^{where}: index = .* is not an integer\. Pass the index of an operation"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        change(seq)
+    assert list(seq) == [ops.GELU()]
+
+
 def test_a_failed_extend_adds_nothing():
     seq = ops.Sequential(ops.GELU())
     for found, text in (
@@ -159,6 +177,12 @@ ONES = np.ones((4, 4), np.float32)
     [
         (ops.Linear(4, 4), None, (ONES,), "Linear: params is of type NoneType, but "),
         (ops.GELU(), None, (ONES,), "GELU: params is of type NoneType, but the para"),
+        (
+            ops.Bias(4),
+            {1: ONES[0], "bias": ONES[0]},
+            (ONES,),
+            "Bias: params has the key 1, which is not the name of a parameter. Pass wh",
+        ),
         (
             ops.Linear(4, 4),
             {"kernel": None, "bias": ONES[0]},

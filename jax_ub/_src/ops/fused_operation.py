@@ -6,8 +6,8 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 
-from jax_ub._src import lowering_log
-from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src import arguments, lowering_log
+from jax_ub._src.errors import FusionError, ShapeContractError, shown
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Extras,
@@ -16,6 +16,7 @@ from jax_ub._src.ops.operation import (
     RequestedGradients,
     Residuals,
     init_each,
+    read_operations,
     split_each,
 )
 from jax_ub._src.scaled_array import dequantized
@@ -179,15 +180,27 @@ def fuse_windows(
 
     Returns:
         The list of operations, some of them fused.
+
+    Raises:
+        ShapeContractError: if `ops` is not a list of operations, or `match` is not a
+            function.
+        FusionError: if `match` returns neither a fused operation nor None.
     """
+    arguments.check_function("fuse_windows", "match", match)
+    entries: list[Any] = list(read_operations("fuse_windows", ops))
     fused: list[Op] = []
     start = 0
-    while start < len(ops):
-        found = match(ops[start:])
-        fused.append(ops[start] if found is None else found)
+    while start < len(entries):
+        found = match(entries[start:])
+        if not isinstance(found, Op | None):
+            raise FusionError(
+                f"fuse_windows: match returned {shown(found)}. Return a fused "
+                "operation, or None to keep the first operation."
+            )
+        fused.append(entries[start] if found is None else found)
         num_basic_ops = 0 if found is None else len(found.basic_ops)
         end = start + 1
-        while end < len(ops) and len(expand(ops[start:end])) < num_basic_ops:
+        while end < len(entries) and len(expand(entries[start:end])) < num_basic_ops:
             end += 1
         start = end
     return fused
@@ -276,8 +289,13 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Returns `ops` with each match of the pattern replaced by one operation."""
-        return fuse_windows(ops, cls.replacement)
+        """Returns `ops` with each match of the pattern replaced by one operation.
+
+        Raises:
+            ShapeContractError: if `ops` is not a list of operations.
+        """
+        entries: Any = read_operations(cls.__name__, ops)
+        return fuse_windows(entries, cls.replacement)
 
     @classmethod
     def replacement(cls, ops: Sequence[Op]) -> "FusedPattern | None":

@@ -116,7 +116,11 @@ def unregister_fusion(fusion: Fusion) -> None:
 
     Args:
         fusion: the function. One that is not registered is ignored.
+
+    Raises:
+        FusionError: if `fusion` is not callable.
     """
+    _check_fusion("unregister_fusion", "fusion", fusion)
     for registered in _FUSIONS.values():
         while fusion in registered:
             registered.remove(fusion)
@@ -162,6 +166,12 @@ _check_fusion = checks.option_check(
     "callable",
     "Pass a function that takes and returns a list of operations.",
     FusionError,
+)
+_check_direction = checks.option_check(
+    lambda value: isinstance(value, str) and value in ("forward", "backward"),
+    "the name of a pass",
+    'Pass "forward" or "backward".',
+    UnknownNameError,
 )
 
 
@@ -297,6 +307,7 @@ class OperationFuser(arguments.KeywordsChecked):
         """Returns the operations that run in the "forward" or "backward" pass.
 
         Raises:
+            UnknownNameError: if `direction` is another value.
             FusionError: if a fusion returns no list of operations, or a list with
                 different basic operations.
         """
@@ -307,6 +318,7 @@ class OperationFuser(arguments.KeywordsChecked):
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
         """Applies the fusions in turn; yields (fusion, list before, list after)."""
+        _check_direction("OperationFuser", "direction", direction)
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
             before, found = ops, fusion(list(ops))

@@ -283,7 +283,9 @@ class BasicOperation(Operation):
         Raises:
             ShapeContractError: if `index` is out of range, or `name` is not a string
                 without spaces.
+            UnknownNameError: if `output_to_caller` is not a bool.
         """
+        checks.check_flag(self.label, "output_to_caller", output_to_caller)
         channel = OutputChannel(name, output_to_caller)
         return self._with_channel("output", index, name, channel)
 
@@ -357,7 +359,7 @@ def read_operations(where: str, ops: Any) -> tuple[Operation, ...]:
     """Returns several operations as a tuple, after checking that they are."""
     try:
         entries = tuple(ops)
-    except TypeError as error:
+    except Exception as error:  # the iterator of a user's object may raise any error
         raise ShapeContractError(
             f"{where}: ops is of type {type(ops).__name__}. Pass a list of operations."
         ) from error
@@ -385,6 +387,11 @@ def check_params(label: str, params: Any) -> None:
             "init(key) returns."
         )
     for name, array in params.items():
+        if not isinstance(name, str):
+            raise ShapeContractError(
+                f"{label}: params has the key {shown(name)}, which is not the name of "
+                "a parameter. Pass what init(key) returns."
+            )
         checks.check_array(label, name, array)
 
 

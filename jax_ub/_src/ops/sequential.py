@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import jax.numpy as jnp
 
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.ops.fused_operation import Op, expand
@@ -21,6 +22,11 @@ from jax_ub._src.ops.operation import (
 
 if TYPE_CHECKING:
     from jax_ub._src.tools.explain.report import Table
+
+
+_check_index = checks.option_check(
+    checks.is_integer, "an integer", "Pass the index of an operation."
+)
 
 
 class Sequential(Operation):
@@ -143,9 +149,10 @@ class Sequential(Operation):
         """Inserts an operation before `index` and returns this Sequential.
 
         Raises:
-            ShapeContractError: if `op` is not an operation, or if it is or contains
-                this Sequential.
+            ShapeContractError: if `index` is not an integer, or if `op` is not an
+                operation, or is or contains this Sequential.
         """
+        _check_index("Sequential.insert", "index", index)
         self._check(op)
         self._ops.insert(index, op)
         return self
@@ -165,7 +172,13 @@ class Sequential(Operation):
             inside.extend(found if isinstance(found, Sequential) else ())
 
     def pop(self, index: int = -1) -> Operation:
-        """Removes the operation at `index` and returns it."""
+        """Removes the operation at `index` and returns it.
+
+        Raises:
+            ShapeContractError: if `index` is not an integer.
+            IndexError: if it is out of range.
+        """
+        _check_index("Sequential.pop", "index", index)
         return self._ops.pop(index)
 
     def __len__(self) -> int:
@@ -180,14 +193,19 @@ class Sequential(Operation):
     def __getitem__(self, index: slice) -> "Sequential": ...
 
     def __getitem__(self, index):
+        if not isinstance(index, slice):
+            _check_index("Sequential", "index", index)
         found = self._ops[index]
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
+        _check_index("Sequential", "index", index)
         self._check(op)
         self._ops[index] = op
 
     def __delitem__(self, index: int | slice) -> None:
+        if not isinstance(index, slice):
+            _check_index("Sequential", "index", index)
         del self._ops[index]
 
     def __add__(self, other: Iterable[Operation]) -> "Sequential":
@@ -304,7 +322,7 @@ def _merge(op, weights, others):
             others,
             is_leaf=lambda leaf: leaf is None,
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # JAX prints keys, and their repr may raise any error
         raise ShapeContractError(
             f"{op}: the arguments are different trees: {error}. Pass both results of "
             f"{op.replace('merge', 'split')}, or trees like them."
