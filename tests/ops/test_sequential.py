@@ -345,6 +345,48 @@ def test_an_axis_of_vmap_that_hides_the_mesh_axis_is_rejected(op):
         run(jnp.ones((4, 4, 4)))
 
 
+OVER_RANKS = [
+    ops.AllGather(),
+    ops.AllReduce(),
+    ops.ReduceScatter(),
+    ops.BasicLinear(4, 8, tensor_parallel_mode="column", sequence_parallel=True),
+    ops.BasicLinear(
+        *(4, 8),
+        tensor_parallel_mode="column",
+        sequence_parallel=True,
+        userbuffers_options={"comm_name": "qkv"},
+    ),
+]
+
+
+@pytest.mark.parametrize("op", OVER_RANKS)
+def test_ranks_may_be_an_axis_of_vmap_for_plain_jax(op, monkeypatch):
+    seq = ops.Sequential(op)
+    params = jax.tree.map(lambda a: a[..., :4], seq.init(jax.random.key(0)))
+    run, x = lambda x: seq(params, x), jnp.ones((2, 4, 4))
+    text = "'tp' is not a manual mesh axis, but an axis of jax.vmap.* or pass method="
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        jax.vmap(run, axis_name="tp")(x)
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    loss = lambda x: jnp.sum(run(x))  # noqa: E731
+    assert jax.vmap(jax.grad(loss), axis_name="tp")(x).shape == x.shape
+    text = r"operation 0 .* Differentiate inside the jax.vmap instead: jax.vmap\(jax.gr"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        jax.grad(lambda x: jnp.sum(jax.vmap(run, axis_name="tp")(x)))(x)
+
+
+def test_dropout_and_quantize_accept_an_axis_of_vmap():
+    x = jnp.stack([jnp.ones((8, 8)), jnp.full((8, 8), 300.0)])
+    dropout = ops.Sequential(ops.Dropout(0.5, axis_name="tp"))
+    run = lambda x: dropout(({},), x, key=jax.random.key(0))  # noqa: E731
+    found = jax.vmap(run, axis_name="tp")(x)
+    assert not np.array_equal(found[0] == 0, found[1] == 0)
+    quantize = ops.Sequential(ops.Quantize(axis_name="tp"))
+    found = jax.vmap(lambda x: quantize(({},), x), axis_name="tp")(x)
+    np.testing.assert_allclose(found, x, rtol=0.1)
+    assert np.all(found[0] != 1)  # rounded with the scale of both examples
+
+
 def test_runs_without_jit():
     seq = ops.Sequential(ops.Linear(4, 4), ops.ReLU())
     params, x = normal_of(seq), jnp.ones((2, 4))

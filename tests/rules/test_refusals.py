@@ -170,7 +170,10 @@ class TestEveryGemm:
             op(zeros(8, 6), zeros(6, 8), axis_name="tp")
 
     def test_axis_of_vmap(self, op):
-        message = "axis_name = 'tp' is not a manual mesh axis"
+        message = (
+            "axis_name = 'tp' is not a manual mesh axis, but an axis of jax.vmap.* "
+            'Call it inside jax.shard_map over all mesh axes, or pass method="xla"'
+        )
         with pytest.raises(ShapeContractError, match=message):
             jax.vmap(lambda x: op(x, zeros(6, 8), axis_name="tp"), axis_name="tp")(
                 zeros(4, 8, 6)

@@ -292,7 +292,7 @@ class Dropout(BasicOperation):
     def forward(self, params, x, extra_inputs, saves):
         checks.check_float(self.label, x=x)
         if self.axis_name is not None:
-            mesh.axis_size(self.label, self.axis_name)
+            mesh.axis_size(self.label, self.axis_name, may_be_mapped=True)
         if "key" not in params or self.rate == 0:
             return x, (), {}
         key = params["key"]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
 from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
-from jax_ub._src.primitives import vma
+from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
     from_saved,
@@ -27,6 +27,11 @@ from jax_ub._src.scaled_array import dequantized, is_scaled, source_of
 
 Needs = tuple[RequestedGradients, ...]
 Saves = tuple[frozenset[str], ...]
+# The forward pass found the axis, so it is an axis of `jax.vmap`.
+_OUTSIDE_VMAP = (
+    " JAX differentiates a jax.vmap outside of its axis. Differentiate inside the "
+    "jax.vmap instead: jax.vmap(jax.grad(f), axis_name=...)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,15 +169,21 @@ class OperationGroup:
         return x_avals, edge_avals
 
     @contextlib.contextmanager
-    def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
-        """Adds the index and the names of the operations to errors in the context."""
+    def naming_errors(
+        self, window: slice, op: FusedOperation, if_not_manual: str = ""
+    ) -> Iterator[None]:
+        """Adds the index and the names of the operations to errors in the context.
+
+        `if_not_manual` is appended to an error about an axis that is not in scope.
+        """
         try:
             yield
         except UbError as error:
             labels = ", ".join(basic.label for basic in op.basic_ops)
-            raise type(error)(
-                f"operation {self.first + window.start} ({labels}): {error}"
-            ) from error
+            text = f"operation {self.first + window.start} ({labels}): {error}"
+            if mesh.NOT_MANUAL in text:
+                text += if_not_manual
+            raise type(error)(text) from error
 
 
 def _run_operations(configuration, group: OperationGroup, operands, saves=None):
@@ -246,7 +257,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         # the unchanged value of an accumulator such as "main_grad".
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
-        with group.naming_errors(window, op):
+        with group.naming_errors(window, op, _OUTSIDE_VMAP):
             dy, d_params[window], d_inputs = backward(
                 op, own, dy, d_outputs, needs[window]
             )

@@ -137,7 +137,7 @@ class Quantize(BasicOperation):
         if not is_scaled(x):
             checks.check_float(self.label, x=x)
         if self.axis_name is not None:
-            mesh.axis_size(self.label, self.axis_name)
+            mesh.axis_size(self.label, self.axis_name, may_be_mapped=True)
         y, state = self._quantized(INPUT, self._quantizers[0], x, state_in(params))
         return y, (), state
 

@@ -24,6 +24,8 @@ from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 
 # The advice to run a call as plain `jax.lax`. Some ops have no argument `method`.
 RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'
+# Part of the error about an axis that is not in scope.
+NOT_MANUAL = "is not a manual mesh axis"
 
 
 def axis_size(
@@ -42,11 +44,14 @@ def axis_size(
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     missing = [axis for axis in axes if axis not in manual]
-    if may_be_mapped and missing:
-        try:
+    if missing and _are_bound(axes):
+        if may_be_mapped:
             return lax.axis_size(axes)
-        except NameError:  # it is not an axis of jax.vmap either
-            pass
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} {NOT_MANUAL}, but an axis of "
+            "jax.vmap, over which only plain jax.lax communicates. Call it inside "
+            f"jax.shard_map over all mesh axes, or {RUN_PLAIN}."
+        )
     if manual and missing and missing[0] not in mesh.axis_names:
         raise ShapeContractError(
             f"{op}: axis_name = {shown(axis_name)}, but the mesh of this jax.shard_map "
@@ -55,11 +60,19 @@ def axis_size(
     if missing:
         here = f"only {tuple(manual)} are" if manual else "no axis is manual here"
         raise ShapeContractError(
-            f"{op}: axis_name = {shown(axis_name)} is not a manual mesh axis; {here}. "
+            f"{op}: axis_name = {shown(axis_name)} {NOT_MANUAL}; {here}. "
             "Call it inside jax.shard_map over all mesh axes, for example "
             "jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
         )
     return lax.axis_size(axes)
+
+
+def _are_bound(axes):
+    try:
+        lax.axis_size(axes)
+    except NameError:
+        return False
+    return True
 
 
 def are_manual(axes: tuple[str, ...]) -> bool:
