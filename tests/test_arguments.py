@@ -107,8 +107,8 @@ WRONG = {
     "AddExtraInput: 'a b' is not the name of a channel. Pass a string": lambda: (
         ops.AddExtraInput(extra_input_channels=("a b",))
     ),
-    "BackwardLinearAdd: userbuffers = 1 is of type int. Pass the ops.fused.": lambda: (
-        ops.fused.BackwardLinearAdd((ops.MakeExtraOutput(),), 1)
+    "BackwardLinearAdd: linear = 1 is a int, not an ops.BasicLinear. Pass": lambda: (
+        ops.fused.BackwardLinearAdd(backward_add=ops.MakeExtraOutput(), linear=1)
     ),
     "dgrad_add: residual has dtype key<fry>, but the op takes a numeric": lambda: (
         ub.dgrad_add(X[0], jnp.zeros((8, 8)), jax.random.key(0))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.errors import shown
 from jax_ub._src.ops.basic import (
     AddExtraInput,
     Bias,
@@ -19,7 +19,6 @@ from jax_ub._src.ops.fused_operation import (
     ForwardPattern,
     FusedPattern,
     Op,
-    fuse_windows,
     pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
@@ -57,42 +56,20 @@ def _in_place_mismatch(name, op, wanted):
     )
 
 
-def _with_fused(ops, fused):
-    """Returns `ops` with `fused` in place of the basic operations that it replaces."""
-    size = len(fused.basic_ops)
-
-    def replacement(rest):
-        return fused if tuple(rest[:size]) == fused.basic_ops else None
-
-    return tuple(fuse_windows(ops, replacement))
-
-
-@dataclasses.dataclass(frozen=True)
 class _LinearPattern(FusedPattern):
     """Base class of fused operations whose linear GEMM may overlap with a collective.
 
-    If it does, the fields `linear` and `userbuffers` are the `UserbuffersLinear` that
-    overlaps it. `basic_ops` has the operations that this one replaces.
+    If it does, the field `linear` is the `UserbuffersLinear` that overlaps it.
+    `basic_ops` has the operations that this one replaces.
     """
 
     _overlapped: ClassVar[type[UserbuffersLinear]]
 
-    userbuffers: Any = None
-
-    def __post_init__(self):
-        op, kind, given = type(self).__name__, self._overlapped, self.userbuffers
-        if given is not None and not isinstance(given, kind):
-            raise ShapeContractError(
-                f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}."
-                f" Pass the ops.fused.{kind.__name__} among basic_ops, or leave it out."
-            )
-        if given is not None and isinstance(self.basic_ops, tuple | list):
-            basic_ops = _with_fused(self.basic_ops, given)
-            object.__setattr__(self, "basic_ops", basic_ops)
-        super().__post_init__()
+    @property
+    def userbuffers(self) -> Any:
+        """Returns the operation that computes an overlapped linear, or None."""
         linear = vars(self)["linear"]
-        overlapped = linear if isinstance(linear, kind) else None
-        object.__setattr__(self, "userbuffers", overlapped)
+        return linear if isinstance(linear, self._overlapped) else None
 
     @property
     def overlaps(self):
@@ -128,8 +105,8 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
     Transformer Engine: `ForwardLinearBiasAdd`.
 
     Attributes:
-        userbuffers: the operation that computes an overlapped linear, or None.
-        linear: a linear; a row-parallel one needs `userbuffers_options`.
+        linear: a linear; a row-parallel one needs `userbuffers_options`, and is then
+            the `UserbuffersForwardLinear` that overlaps it.
         bias: the bias after the linear, or None.
         add: the `AddExtraInput(in_place=True)` after linear and bias.
     """
@@ -273,10 +250,9 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
     Transformer Engine: `BackwardLinearAdd`.
 
     Attributes:
-        userbuffers: the operation that computes overlapped gradients, or None.
         backward_add: the `MakeExtraOutput(in_place=True)` before the linear.
         linear: a linear that is not column parallel; a row-parallel one with
-            `userbuffers_options` is overlapped.
+            `userbuffers_options` is the `UserbuffersBackwardLinear` that overlaps it.
     """
 
     _overlapped = UserbuffersBackwardLinear

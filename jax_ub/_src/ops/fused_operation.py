@@ -229,8 +229,6 @@ def pattern_field(*kinds: type, is_optional: bool = False) -> Any:
     """
     return dataclasses.field(
         default=None,
-        repr=False,
-        compare=False,
         kw_only=True,
         metadata={"kinds": kinds, "is_optional": is_optional},
     )
@@ -247,16 +245,19 @@ class FusedPattern(FusedOperation):
 
     _needed: ClassVar[tuple[str, ...]] = ()  # optional fields that `fuse` requires
 
-    basic_ops: Any = None
+    basic_ops: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         """Sets `basic_ops` from the fields of operations, or these from `basic_ops`."""
-        if self.basic_ops is None:
+        given = [getattr(self, field.name) for field in self._parts()]
+        basic_ops = expand([op for op in given if isinstance(op, Operation)])
+        # `dataclasses.replace` passes both, and they are equal.
+        is_replaced = isinstance(self.basic_ops, tuple) and self.basic_ops == basic_ops
+        if self.basic_ops is None or is_replaced:
             found = self._operations_from_keywords()
-            basic_ops = expand(_present(found))
         else:
             found = self._operations_from_tuple()
-            basic_ops = expand(self.basic_ops)
+        basic_ops = expand(_present(found))
         for name, value in {**found, "basic_ops": basic_ops}.items():
             object.__setattr__(self, name, value)
         reason = self.mismatch(**found)
@@ -345,8 +346,6 @@ class FusedPattern(FusedOperation):
                 f"{call}."
             )
         for name, value in found.items():
-            # Equal values are accepted, because `dataclasses.replace` passes both
-            # `basic_ops` and the fields that were set from it.
             if getattr(self, name) not in (None, value):
                 raise ShapeContractError(
                     f"{op}: both basic_ops and {name} are given, and they differ. Pass "
