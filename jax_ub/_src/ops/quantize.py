@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +74,10 @@ class Quantize(BasicOperation):
     _: dataclasses.KW_ONLY
     fp8: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
-    # The quantizers of the activation and of its gradient. They depend on the linears
-    # and collectives that follow or precede this operation, so `with_quantizers` sets
-    # them in a copy of it.
-    _linked: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
+    # The quantizers of the activation and of its gradient; None if it is not quantized.
+    # They depend on the linears and collectives that follow or precede this operation,
+    # so `with_quantizers` replaces them in a copy of it.
+    _quantizers: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
         default=(None, None), init=False, repr=False
     )
 
@@ -87,6 +87,11 @@ class Quantize(BasicOperation):
     def __post_init__(self):
         super().__post_init__()
         check_layer_recipe(self.label, self.fp8)
+        axes = checks.axis_tuple(self.axis_name)
+        own = Quantizer(self.fp8 or Float8CurrentScaling(), axes)
+        flags = (self.forward_quantized, self.backward_quantized)
+        pair = tuple(own if flag else None for flag in flags)
+        object.__setattr__(self, "_quantizers", pair)
 
     def init(self, key):
         if self.fp8 is None:
@@ -104,25 +109,12 @@ class Quantize(BasicOperation):
         ]
         return dict.fromkeys(names, PartitionSpec())
 
-    @property
-    def _quantizers(self) -> tuple[Quantizer | None, Quantizer | None]:
-        """Returns the quantizers of activation and gradient, None if not quantized."""
-        own = Quantizer(
-            Float8CurrentScaling() if self.fp8 is None else self.fp8,
-            checks.axis_tuple(self.axis_name),
-        )
-        forward, backward = self._linked
-        return (
-            (forward or own) if self.forward_quantized else None,
-            (backward or own) if self.backward_quantized else None,
-        )
-
     def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
         """Returns a copy with another quantizer of the activation or gradient."""
-        forward, backward = self._linked
+        forward, backward = self._quantizers
         pair = (quantizer, backward) if role == INPUT else (forward, quantizer)
         new = copy.copy(self)
-        object.__setattr__(new, "_linked", pair)
+        object.__setattr__(new, "_quantizers", pair)
         return new
 
     def claim(self, params):
@@ -160,46 +152,37 @@ class Quantize(BasicOperation):
 _PassedState = tuple[int, int, str]  # linear, quantize, role: see `with_quantizers`
 
 
-@dataclasses.dataclass
-class _Path:
-    """Indices of the operations that an FP8 tensor passes after its `Quantize`."""
-
-    start: int  # of the Quantize
-    reached: list[int] = dataclasses.field(default_factory=list)
-    linear: int | None = None  # of the linear that multiplies the tensor
-
-
-def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
-    """Returns, for each `Quantize` in `ops`, the operations that get its FP8 tensor.
+def _paths(ops: Sequence[BasicOperation], role: str) -> list[list[int]]:
+    """Returns, for each `Quantize`, its index and those of operations with its tensor.
 
     With role `INPUT`, the tensors are activations, which pass forward through `ops`.
-    With `OUTPUT_GRAD`, they are gradients, which pass backward.
+    With `OUTPUT_GRAD`, they are gradients, which pass backward. The last operation may
+    be a linear, which multiplies the tensor.
     """
-    is_forward = role == INPUT
-    found: list[_Path] = []
-    path: _Path | None = None
-    for i in range(len(ops)) if is_forward else reversed(range(len(ops))):
+    order: Iterable[int] = range(len(ops))
+    starts, takes = "forward_quantized", "takes_quantized"
+    if role == OUTPUT_GRAD:
+        order = reversed(range(len(ops)))
+        starts, takes = "backward_quantized", "takes_quantized_grad"
+    found: list[list[int]] = []
+    is_quantized = False
+    for i in order:
         op = ops[i]
-        if path is None:
-            starts = isinstance(op, Quantize) and (
-                op.forward_quantized if is_forward else op.backward_quantized
-            )
-            if starts:
-                path = _Path(i)
-                found.append(path)
-        elif not (op.takes_quantized if is_forward else op.takes_quantized_grad):
-            path = None
+        if is_quantized and getattr(op, takes):
+            found[-1].append(i)
+            is_quantized = not isinstance(op, BasicLinear)
+        elif not is_quantized and isinstance(op, Quantize) and getattr(op, starts):
+            found.append([i])
+            is_quantized = True
         else:
-            path.reached.append(i)
-            if isinstance(op, BasicLinear):
-                path.linear, path = i, None
+            is_quantized = False
     return found
 
 
 def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
     """Returns each i where an FP8 tensor passes between `ops[i - 1]` and `ops[i]`."""
-    forward = {i for path in _paths(ops, INPUT) for i in path.reached}
-    return forward | {i + 1 for path in _paths(ops, OUTPUT_GRAD) for i in path.reached}
+    forward = {i for _, *path in _paths(ops, INPUT) for i in path}
+    return forward | {i + 1 for _, *path in _paths(ops, OUTPUT_GRAD) for i in path}
 
 
 def with_quantizers(entries: Sequence[Op]) -> tuple[list[Op], list[_PassedState]]:
@@ -216,16 +199,14 @@ def with_quantizers(entries: Sequence[Op]) -> tuple[list[Op], list[_PassedState]
     states = []
     for role in (INPUT, OUTPUT_GRAD):
         for path in _paths(ops, role):
-            recipe = result[path.start].fp8
-            if recipe is None and path.linear is not None:
-                recipe = result[path.linear].fp8
+            start, last = path[0], path[-1]
+            recipe = result[start].fp8
+            if recipe is None and isinstance(ops[last], BasicLinear):
+                recipe = result[last].fp8
                 if isinstance(recipe, DelayedScaling):
-                    states.append((path.linear, path.start, role))
-            quantizer = Quantizer(
-                Float8CurrentScaling() if recipe is None else recipe,
-                _axes(ops, path),
-            )
-            result[path.start] = result[path.start].linked(role, quantizer)
+                    states.append((last, start, role))
+            quantizer = Quantizer(recipe or Float8CurrentScaling(), _axes(ops, path))
+            result[start] = result[start].linked(role, quantizer)
     found = [
         _with_basic_ops(entry, tuple(result[window]))
         for window, entry in windows(entries)
@@ -248,15 +229,12 @@ def _axes(ops, path) -> tuple[str, ...]:
 
     These are the axes over which it is gathered or contracted, and `axis_name`.
     """
-    axes = {*checks.axis_tuple(ops[path.start].axis_name)}
-    for i in path.reached:
-        if isinstance(ops[i], AllGather | ReduceScatter):
-            axes.update(checks.axis_tuple(ops[i].axis_name))
-    if path.linear is not None:
-        linear, *after = ops[path.linear : path.linear + 3]
-        after = [op for op in after if not isinstance(op, Bias)][:1]
-        if linear.tensor_parallel_mode is not None:
-            axes.update(checks.axis_tuple(linear.axis_name))
-        elif after and isinstance(after[0], ReduceScatter):
-            axes.update(checks.axis_tuple(after[0].axis_name))
-    return tuple(sorted(axes))
+    last, *after = ops[path[-1] : path[-1] + 3]
+    after = [op for op in after if not isinstance(op, Bias)][:1]
+    sharing = [ops[path[0]]]
+    sharing += [ops[i] for i in path if isinstance(ops[i], AllGather | ReduceScatter)]
+    if isinstance(last, BasicLinear) and last.tensor_parallel_mode is not None:
+        sharing.append(last)
+    elif isinstance(last, BasicLinear):
+        sharing += [op for op in after if isinstance(op, ReduceScatter)]
+    return tuple(sorted({a for op in sharing for a in checks.axis_tuple(op.axis_name)}))
