@@ -187,8 +187,7 @@ def quantize_arrays(
     if isinstance(recipe, DelayedScaling):
         names = names_of(role)
         old = tuple(state[key] for key in names)
-        further = _further_axes(ranks, recipe, xs, *old)
-        (values, scale), saved = _delayed(ranks, recipe, role, further, xs, *old)
+        (values, scale), saved = _delayed(ranks, recipe, role, (), xs, *old)
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
         return arrays, dict(zip(names, _new_state(ranks.label, *saved), strict=True))
     if isinstance(recipe, Float8CurrentScaling):
@@ -229,13 +228,9 @@ def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
 
     They may be shards over the mesh axes `axes`.
     """
-    scale, history = (state[name] for name in names_of(role))
-    further = _further_axes(ranks, recipe, xs, scale, history)
-    further += tuple(axis for axis in axes if axis not in further)
+    old = tuple(state[name] for name in names_of(role))
     sources = tuple(map(lax.stop_gradient, xs))
-    values, scale = _quantize_delayed(
-        ranks, recipe, role, further, sources, scale, history
-    )
+    values, scale = _quantize_delayed(ranks, recipe, role, axes, sources, *old)
     pairs = zip(values, xs, strict=True)
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
@@ -306,7 +301,7 @@ def _further_axes(ranks, recipe, xs, *state):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
+def _quantize_delayed(ranks, recipe, role, axes, xs, scale, history):
     """Quantizes arrays with one scale, computed from the amaxes of earlier steps.
 
     Its `custom_vjp` returns the new scale and history as the gradients of the old ones.
@@ -314,22 +309,24 @@ def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
     Returns:
         The values of each array, and the scale, `[1]`.
     """
-    return _delayed(ranks, recipe, role, further_axes, xs, scale, history)[0]
+    return _delayed(ranks, recipe, role, axes, xs, scale, history)[0]
 
 
-def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
+def _delayed(ranks, recipe, role, axes, xs, scale, history):
     """Forward rule of `_quantize_delayed`: also returns what the backward rule needs.
 
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
     """
+    further = _further_axes(ranks, recipe, xs, scale, history)
+    further += tuple(axis for axis in axes if axis not in further)
     scale = updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
     # XLA reduces the amax, not the engine: only the next step reads it, so that XLA can
     # reduce the amaxes of all tensors and layers by one collective.
-    amax = _maximum_over((*_varying_axes(ranks, amax), *further_axes), amax)
+    amax = _maximum_over((*_varying_axes(ranks, amax), *further), amax)
     return (values, scale), (scale, history, amax)
 
 
@@ -351,7 +348,7 @@ def _new_state(label, scale, history, amax):
     return scale, updated_history(history, amax)
 
 
-def _delayed_backward(ranks, recipe, role, further_axes, saved, _):
+def _delayed_backward(ranks, recipe, role, axes, saved, _):
     return None, *_new_state(ranks.label, *saved)
 
 
