@@ -225,8 +225,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
     def check_operands(self, config: CallConfig, x: jax.Array, kernel: jax.Array):
         label, num_ranks = config.label, config.num_ranks
         checks.check_float(label, x=x, kernel=kernel)
-        has_token_shards = self.tensor_parallel_mode and self.sequence_parallel
-        checks.check_rank(label, "x", x, 2 if has_token_shards else 1)
+        checks.check_rank(label, "x", x, 2 if config.mode.sequence_parallel else 1)
         checks.check_not_empty(label, "x", x)
         shape, dim = [self.in_features, self.out_features], self.mode.sharded_dim
         if dim is not None:
@@ -240,7 +239,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         meaning = "this rank's shard, [in, out]"
         checks.check_shape(label, "kernel", kernel, tuple(shape), meaning)
         checks.check_contraction(label, x, kernel, num_ranks, self.mode.sharded)
-        if self.mode.op == "matmul_reduce_scatter":
+        if config.mode.op == "matmul_reduce_scatter":
             checks.check_divides(label, x, num_ranks)
 
     def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
@@ -333,11 +332,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
         is_vector = dy.ndim == 1
         if is_vector:
             dy, x, residual = as_row((dy, x, residual))
-        state = state_in(residuals)
-        dx, dw, new_state = gradients(config, dy, x, w, main_grad, residual, state)
-        d_params: dict[str, Any] = {**state, **new_state}
-        if x is not None:
-            d_params[self.accumulated] = dw
+        old = state_in(residuals)
+        dx, dw, state = gradients(config, dy, x, w, main_grad, residual, old)
+        d_params = {**state, self.accumulated: dw}
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
 
     def backward_dtype(self, x: Any, kernel: Any, dy: Any) -> np.dtype:

@@ -86,4 +86,5 @@ def gradients(
     gradient, dws, new_state = scaled.scaled_gradients(
         config, saved, {0: dy}, residual=residual
     )
-    return source_of(gradient), source_of(dws.get(0)), new_state or {}
+    state = {**(state or {}), **(new_state or {})}
+    return source_of(gradient), source_of(dws.get(0)), state

@@ -37,7 +37,6 @@ from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import not_reduced
-from jax_ub._src.scaled_array import source_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -277,7 +276,8 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         if out_dtype is None and self.bias is not None:
             out_dtype = self.bias.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        _check_forward(config, source_of(residuals["x"]), residuals["kernel"], own_bias)
+        shape = (residuals["kernel"].shape[1],)
+        checks.check_addends(config.label, own_bias, None, shape)
         residuals = quantized(config, residuals, params[0])
         # The GEMM must not read the variables that are saved: see `not_reduced`.
         x, w = not_reduced((residuals["x"], residuals["kernel"]))

@@ -147,14 +147,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         dtype = linear.backward_dtype(x, w, dy)
         config = self.call_config(dtype, is_backward=True)
         config = dataclasses.replace(config, dw_dtype=np.dtype(linear.param_dtype))
-        state = state_in(residuals[0])
-        dx, dw, new_state = _gradients(config, dy, x, w, main_grad, residual, state)
-        if dx is None:
-            dx = residual
+        old = state_in(residuals[0])
+        dx, dw, state = _gradients(config, dy, x, w, main_grad, residual, old)
         d_params: list[dict] = [{} for _ in self.basic_ops]
-        d_params[0] = {**state, **new_state}
-        if x is not None:
-            d_params[0][linear.accumulated] = dw
+        d_params[0] = {**state, linear.accumulated: dw}
         if self.bias is not None and needs[1].params:
             db = row_sum(dequantized(dy))
             if self.reduce_scatter is not None:
