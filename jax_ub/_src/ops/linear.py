@@ -242,8 +242,14 @@ class BasicLinear(_LinearOptions, BasicOperation):
         if config.mode.op == "matmul_reduce_scatter":
             checks.check_divides(label, x, num_ranks)
 
-    def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
-        """Checks x and the parameters, and casts them to one dtype for the GEMMs."""
+    def operands(
+        self, config: CallConfig, params: Params, x: Any
+    ) -> tuple[Any, Any, Residuals]:
+        """Checks x and the parameters, and casts or quantizes them for the GEMMs.
+
+        Returns:
+            x and the kernel, for the GEMM of the forward pass, and the residuals.
+        """
         given, x, kernel = x, source_of(x), params["kernel"]
         self.check_operands(config, x, kernel)
         residuals = {
@@ -256,7 +262,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
             residuals["main_grad"] = pcast_main_grad(
                 config.label, params["main_grad"], axes
             )
-        return residuals
+        saved = quantized(config, residuals, params)
+        # The GEMM must not read the variables that are saved: see `not_reduced`.
+        return *not_reduced((saved["x"], saved["kernel"])), saved
 
     def forward(
         self,
@@ -282,16 +290,13 @@ class BasicLinear(_LinearOptions, BasicOperation):
         `out_dtype` of None takes the dtype of the computation.
         """
         config = self.call_config(compute_dtype(self.dtype, x))
-        residuals = self.operands(config, params, x)
+        x, kernel, residuals = self.operands(config, params, x)
         config = dataclasses.replace(
             config,
             overlap=False,
             scale=scale,
             out_dtype=config.out_dtype if out_dtype is None else np.dtype(out_dtype),
         )
-        residuals = quantized(config, residuals, params)
-        # The GEMM must not read the variables that are saved: see `not_reduced`.
-        x, kernel = not_reduced((residuals["x"], residuals["kernel"]))
         is_vector = x.ndim == 1
         if is_vector:
             x, residual = as_row((x, residual))

@@ -28,7 +28,6 @@ from jax_ub._src.ops.fused_operation import (
     pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
-from jax_ub._src.ops.linear_gemms import quantized
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
 from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
@@ -36,7 +35,6 @@ from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import pcast_operands
-from jax_ub._src.rules.vjp import not_reduced
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -271,16 +269,12 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         of the last operation. Only the linear has residuals.
         """
         config = self.call_config(compute_dtype(self.linear.dtype, x))
-        residuals = self.linear.operands(config, params[0], x)
+        x, w, residuals = self.linear.operands(config, params[0], x)
         own_bias = None if self.bias is None else params[1]["bias"]
         if out_dtype is None and self.bias is not None:
             out_dtype = self.bias.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        shape = (residuals["kernel"].shape[1],)
-        checks.check_addends(config.label, own_bias, None, shape)
-        residuals = quantized(config, residuals, params[0])
-        # The GEMM must not read the variables that are saved: see `not_reduced`.
-        x, w = not_reduced((residuals["x"], residuals["kernel"]))
+        checks.check_addends(config.label, own_bias, None, (w.shape[1],))
         operands = _forward_operands(config, x, w, own_bias, bias, residual)
         (y,), _ = forward_of(config)(config, *operands)
         num = len(self.basic_ops)
