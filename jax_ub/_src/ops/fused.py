@@ -384,6 +384,6 @@ class BackwardAddRMSNorm(BackwardPattern):
         is_unfused = dy is None or d_extra is None or not needs[1].x
         if is_unfused or is_partial_sum(d_extra, dy):
             return super().backward(residuals, dy, d_extra_outputs, needs)
-        dx, d_params = self.rmsnorm.gradients(residuals[1], dy, needs[1])
+        dx, d_params, _ = self.rmsnorm.backward(residuals[1], dy, (), needs[1])
         dx = dx + d_extra.astype(jnp.float32)
         return dx.astype(d_extra.dtype), ({}, d_params), ((), ())

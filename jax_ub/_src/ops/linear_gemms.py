@@ -34,8 +34,8 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     is_quantized = is_scaled(residuals["x"])
     roles = (KERNEL,) if is_quantized else (INPUT, KERNEL)
     old = state_in(params)
-    names = {name for role in roles for name in fp8_state.names_of(role)}
-    state = {name: array for name, array in old.items() if name in names}
+    names = [name for role in roles for name in fp8_state.names_of(role)]
+    state = {name: old[name] for name in names if name in old}
 
     def quantize(state):
         x, (kernel,), _ = scaled.quantized(

@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.ops.operation import (
-    BasicOperation,
-    Params,
-    RequestedGradients,
-    Residuals,
-    compute_dtype,
-    init_parameter,
-)
+from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
 from jax_ub._src.reference import with_rank
 
 
@@ -101,25 +94,19 @@ class Normalization(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        dx, d_params = self.gradients(residuals, dy, needs)
-        return dx, d_params, ()
-
-    def gradients(
-        self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
-    ) -> tuple[jax.Array | None, Params]:
-        """Returns dx or None, and {parameter: gradient}, as requested, in f32."""
+        """Computes the requested gradients of x and the parameters, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}
         if "bias" in needs.params:
             d_params["bias"] = jnp.sum(dy, axis=rows)
         if not needs.x and "scale" not in needs.params:
-            return None, d_params
+            return None, d_params, ()
         normalized = _normalized(residuals["x"], residuals)
         if "scale" in needs.params:
             d_params["scale"] = jnp.sum(dy * normalized, axis=rows)
         if not needs.x:
-            return None, d_params
+            return None, d_params, ()
         d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
         # The statistics that normalize x are means over the features, so their
         # contributions to dx are means over the features too.
@@ -127,7 +114,7 @@ class Normalization(BasicOperation):
         dx = d_normalized - normalized * along
         if "mean" in residuals:
             dx = dx - jnp.mean(d_normalized, axis=-1, keepdims=True)
-        return dx * residuals["rstd"], d_params
+        return dx * residuals["rstd"], d_params, ()
 
     def _gain(self, scale, rank):
         scale = with_rank(scale.astype(jnp.float32), rank)

@@ -18,7 +18,7 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     check_layer_recipe,
 )
-from jax_ub._src.fp8.state import NAMES, OUTPUT_GRAD_STATE, init_state, names_of
+from jax_ub._src.fp8.state import NAMES, init_state, names_of
 from jax_ub._src.ops.basic import AllGather, Bias, ReduceScatter
 from jax_ub._src.ops.fused_operation import Op, expand, windows
 from jax_ub._src.ops.linear import BasicLinear
@@ -27,6 +27,8 @@ from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import mesh
 from jax_ub._src.rules.operands import claim_fp8_state
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
+
+_ROLES = (INPUT, OUTPUT_GRAD)  # of an activation and its gradient
 
 
 class Quantizer(NamedTuple):
@@ -94,52 +96,47 @@ class Quantize(BasicOperation):
         object.__setattr__(self, "_quantizers", pair)
 
     def init(self, key):
-        if self.fp8 is None:
-            return {}
-        state = init_state(self.fp8)
+        state = {} if self.fp8 is None else init_state(self.fp8)
         return {name: state[name] for name in self.specs()}
 
     def specs(self):
-        named = zip((INPUT, OUTPUT_GRAD), self._quantizers, strict=True)
-        names = [
-            name
-            for role, quantizer in named
-            if quantizer and isinstance(quantizer.recipe, DelayedScaling)
-            for name in names_of(role)
-        ]
+        names = [name for role in _ROLES for name in self._state_names(role)]
         return dict.fromkeys(names, PartitionSpec())
+
+    def _state_names(self, role):
+        quantizer = self._quantizers[_ROLES.index(role)]
+        has_state = quantizer and isinstance(quantizer.recipe, DelayedScaling)
+        return names_of(role) if has_state else ()
 
     def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
         """Returns a copy with another quantizer of the activation or gradient."""
-        forward, backward = self._quantizers
-        pair = (quantizer, backward) if role == INPUT else (forward, quantizer)
+        pair = list(self._quantizers)
+        pair[_ROLES.index(role)] = quantizer
         new = copy.copy(self)
-        object.__setattr__(new, "_quantizers", pair)
+        object.__setattr__(new, "_quantizers", tuple(pair))
         return new
 
     def claim(self, params):
         claim_fp8_state(self.label, state_in(params))
 
     def saved(self, needs):
-        recipe = self._quantizers[1] and self._quantizers[1].recipe
-        has_state = isinstance(recipe, DelayedScaling)
-        return needs.params | frozenset(OUTPUT_GRAD_STATE if has_state else ())
+        return needs.params | frozenset(self._state_names(OUTPUT_GRAD))
 
     def forward(self, params, x, extra_inputs, saves):
         if not is_scaled(x):
             checks.check_float(self.label, x=x)
         if self.axis_name is not None:
             mesh.axis_size(self.label, self.axis_name, may_be_mapped=True)
-        y, state = self._quantized(INPUT, self._quantizers[0], x, state_in(params))
+        y, state = self._quantized(INPUT, x, state_in(params))
         return y, (), state
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        state = state_in(residuals)
-        dx, state = self._quantized(OUTPUT_GRAD, self._quantizers[1], dy, state)
+        dx, state = self._quantized(OUTPUT_GRAD, dy, state_in(residuals))
         return dx, state, ()
 
-    def _quantized(self, role, quantizer, x, state):
+    def _quantized(self, role, x, state):
         """Quantizes x unless it is FP8; returns it and the updated FP8 state."""
+        quantizer = self._quantizers[_ROLES.index(role)]
         if quantizer is None or is_scaled(x):
             return x, state
         checks.check_not_empty(self.label, "x", x)
@@ -197,7 +194,7 @@ def with_quantizers(entries: Sequence[Op]) -> tuple[list[Op], list[_PassedState]
     ops = expand(entries)
     result: list[Any] = list(ops)
     states = []
-    for role in (INPUT, OUTPUT_GRAD):
+    for role in _ROLES:
         for path in _paths(ops, role):
             start, last = path[0], path[-1]
             recipe = result[start].fp8
