@@ -56,15 +56,17 @@ class KeywordsChecked:
 
 
 class FixedArguments:
-    """Base class of objects whose constructor arguments are not all attributes.
+    """Base class of objects with constructor arguments that cannot be set later.
 
-    Setting another argument raises an error. Otherwise it would create an attribute
-    that nothing reads. A user's subclass with its own constructor may use all names.
+    Setting one raises an error. Otherwise it would have no effect. A user's subclass
+    with its own constructor may use all names.
     """
 
-    # The arguments that are attributes; where to set others, for errors; and the names
-    # of the constructor's `**options`.
+    # The arguments that can be set, because calls read them; the flags whose attribute
+    # is the array that the flag adds, so that only a bool cannot be set; what else to
+    # set, for errors; and the names of the constructor's `**options`.
     _settable: ClassVar[frozenset[str]]
+    _flags: ClassVar[frozenset[str]] = frozenset()
     _set_elsewhere: ClassVar[dict[str, str]] = {}
     _unpacked: ClassVar[frozenset[str]] = frozenset()
     _fixed: ClassVar[frozenset[str]] = frozenset()
@@ -73,12 +75,14 @@ class FixedArguments:
         super().__init_subclass__(**keywords)
         own = vars(cls)
         if "_settable" in own:
-            cls._fixed = cls._unpacked.union(named_parameters(cls)) - cls._settable
+            names = cls._unpacked.union(named_parameters(cls), cls._set_elsewhere)
+            cls._fixed = names - cls._settable
         elif "__init__" in own:
             cls._fixed = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed:
+        is_argument = name not in self._flags or isinstance(value, bool)
+        if name in self._fixed and is_argument:
             op = type(self).__name__
             fix = self._set_elsewhere.get(name, f"Create another {op} with {name}=.")
             raise ConfigurationError(
@@ -86,6 +90,11 @@ class FixedArguments:
                 f"alone reads it. {fix}"
             )
         super().__setattr__(name, value)
+
+    def _store(self, **arguments: Any) -> None:
+        """Sets attributes in the constructor that cannot be set later."""
+        for name, value in arguments.items():
+            super().__setattr__(name, value)
 
 
 def keywords_checked(function: _Function) -> _Function:

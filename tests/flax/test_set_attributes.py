@@ -1,6 +1,8 @@
 """Attributes that are set after a layer was created: they apply, or raise an error."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import pytest
@@ -14,6 +16,7 @@ from jax_ub.flax import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MainGrad,
     MultiHeadAttention,
     TransformerLayer,
     linen,
@@ -133,16 +136,41 @@ def test_the_rate_of_the_dropout_of_a_transformer_layer_may_be_set():
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_arguments_that_a_layer_does_not_store_cannot_be_set(kind):
+def test_arguments_that_only_the_constructor_reads_cannot_be_set(kind):
     model = LAYERS[kind]()
     assert {"mesh", "method", "sequence_parallel", "fp8"} <= type(model)._fixed
     for name in type(model)._fixed:
-        assert not hasattr(model, name) or name == "main_grad"
-        with pytest.raises(
-            ConfigurationError,
-            match=rf"{kind}: {name} = 3 is set after the constructor",
-        ):
-            setattr(model, name, 3)
+        before = getattr(model, name, None)
+        text = rf"{kind}: {name} = True is set after the constructor"
+        with pytest.raises(ConfigurationError, match=text):
+            setattr(model, name, True)
+        if hasattr(model, name):
+            with pytest.raises(ConfigurationError, match=text):
+                model.set_attributes(**{name: True})
+        assert getattr(model, name, None) is before
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (LAYERS["Linear"], ["in_features", "out_features", "param_dtype", "use_bias"]),
+        (attention, ["num_heads", "num_kv_heads", "head_dim"]),
+    ],
+)
+def test_stored_arguments_that_no_call_reads_cannot_be_set(make, names):
+    model, x = make(), normal(0, X)
+    assert set(names) <= type(model)._fixed
+    assert [getattr(model, name) for name in names] in (
+        [16, 32, jax.numpy.float32, True],
+        [4, 4, 4],
+    )
+    y = model(x)
+    copies = nnx.merge(*nnx.split(model)), copy.deepcopy(model), nnx.clone(model)
+    for each in (model, *copies, pickle.loads(pickle.dumps(model))):
+        for name in names:
+            with pytest.raises(ConfigurationError, match=f"{name} = 2 is set after"):
+                setattr(each, name, 2)
+        assert_equal(each(x), y)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +179,7 @@ def test_arguments_that_a_layer_does_not_store_cannot_be_set(kind):
         ("is_causal", "Set attention.is_causal."),
         ("attention_dropout", "Set attention.dropout_rate."),
         ("deterministic", r"Call train\(\) or eval\(\)."),
+        ("rngs", "Set attention.rngs or dropout.rngs."),
         ("method", "Create another TransformerLayer with method=."),
     ],
 )
@@ -165,10 +194,16 @@ def test_a_subclass_with_its_own_constructor_may_use_every_name():
             super().__init__(16, 32, 4, mesh=mesh, rngs=rngs)
             self.mesh = self.method = mesh
 
+    class Biased(Linear):
+        def __init__(self, use_bias, rngs):
+            super().__init__(16, 32, rngs=rngs)
+            self.use_bias, self.in_features = use_bias, (16,)
+
     class Renamed(TransformerLayer):
         pass
 
     assert Block(None, nnx.Rngs(0)).mesh is None
+    assert Biased("yes", nnx.Rngs(0)).use_bias == "yes"
     with pytest.raises(ConfigurationError, match="Renamed: method = 'xla' is set"):
         Renamed(16, 32, 4, rngs=nnx.Rngs(0)).method = "xla"
 
@@ -176,7 +211,6 @@ def test_a_subclass_with_its_own_constructor_may_use_every_name():
 @pytest.mark.parametrize(
     ("kind", "name", "value", "error", "text"),
     [
-        ("Linear", "use_bias", False, ConfigurationError, "use_bias = False was set"),
         ("Linear", "promote_dtype", 3, ShapeContractError, "promote_dtype = 3 is not"),
         ("LayerNormMLP", "activation", "silu", ShapeContractError, "'silu' is not a f"),
         ("LayerNormLinear", "return_layernorm_output", "no", UnknownNameError, "'no'"),
@@ -194,16 +228,15 @@ def test_a_wrong_attribute_is_rejected_when_the_layer_is_called(
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("use_bias", True, r"use_bias = True is set .* no bias\. Set bias = nnx"),
-        ("main_grad", True, r"main_grad = True is set .* Set main_grad = None"),
-        ("main_grad", False, r"main_grad = False is set .* another Linear with"),
+        ("use_bias", True, r"use_bias = True is set .* Set bias to an nnx\.Param, or"),
+        ("use_bias", False, r"use_bias = False is set .* Set bias to .* or to None\."),
+        ("main_grad", True, r"main_grad = True is set .* Set it to a MainGrad, or to"),
+        ("main_grad", False, r"main_grad = False is set .* or to None\."),
     ],
 )
-def test_a_flag_whose_array_the_layer_lacks_is_rejected_when_it_is_set(
-    name, value, text
-):
-    model = Linear(16, 32, use_bias=False, ub_name="up", rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigurationError, match=rf"'up'\): {text}"):
+def test_a_flag_that_adds_an_array_is_rejected_when_it_is_set(name, value, text):
+    model = Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigurationError, match=f"Linear: {text}"):
         setattr(model, name, value)
     with pytest.raises(ConfigurationError, match=text):
         model.set_attributes(**{name: value})
@@ -214,11 +247,18 @@ def test_a_flag_whose_array_the_layer_lacks_is_rejected_when_it_is_set(
 def test_a_bias_may_be_added_and_removed():
     x, plain = normal(0, X), Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
     model = Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
-    model.bias, model.use_bias = nnx.Param(normal(1, (32,))), True
+    model.bias = nnx.Param(normal(1, (32,)))
     assert_equal(model(x), plain(x) + model.bias[...])
-    model.bias = None  # as in flax.nnx.Linear, also without setting use_bias
-    model.use_bias = True
+    model.bias = None  # as in flax.nnx.Linear
     assert_equal(nnx.merge(*nnx.split(model))(x), plain(x))
+
+
+def test_a_main_grad_may_be_added_and_removed():
+    x, model = normal(0, X), LAYERS["Linear"]()
+    y = model(x)
+    for value in (MainGrad(jax.numpy.zeros((16, 32))), None):
+        model.main_grad = value
+        assert_equal(model(x), y)
 
 
 @pytest.mark.parametrize("as_variable", [nnx.Param, lambda array: array])

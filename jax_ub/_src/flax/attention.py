@@ -132,10 +132,17 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         deterministic: whether dropout is disabled.
     """
 
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
     _settable = frozenset(
-        ["num_heads", "num_kv_heads", "is_causal", "rotary_base", "attention_fn"]
-        + ["dropout_rate", "broadcast_dropout", "deterministic", "rngs"]
+        ["is_causal", "rotary_base", "attention_fn", "dropout_rate"]
+        + ["broadcast_dropout", "deterministic", "rngs"]
     )
+    _set_elsewhere = {
+        "head_dim": "Create another MultiHeadAttention with qkv_features=.",
+    }
     is_causal: Any = _CoreOption()
     rotary_base: Any = _CoreOption()
     attention_fn: Any = _CoreOption()
@@ -213,8 +220,8 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         in_kv_features = in_features if in_kv_features is None else in_kv_features
         out_features = in_features if out_features is None else out_features
         check_attention_sizes(num_heads, num_kv_heads, qkv_features, rotary_base)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim = qkv_features // num_heads
+        head_dim = qkv_features // num_heads
+        self._store(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         layout: dict[str, Any] = {
             name: value for name, value in options.items() if name in _LAYOUT_OPTIONS
         }
@@ -227,9 +234,9 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
             broadcast_dropout,
         )
         self.core.check_heads(num_heads, num_kv_heads)
-        query_sizes = in_features, (num_heads, self.head_dim)
-        key_sizes = in_kv_features, (num_kv_heads, self.head_dim)
-        self.query = inner_linear(*query_sizes, "column", "qkv", rngs, options)
+        heads = num_heads, head_dim
+        key_sizes = in_kv_features, (num_kv_heads, head_dim)
+        self.query = inner_linear(in_features, heads, "column", "qkv", rngs, options)
         self.key = inner_linear(*key_sizes, "column", "qkv", rngs, options)
         self.value = inner_linear(*key_sizes, "column", "qkv", rngs, options)
         self.query_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
@@ -237,9 +244,8 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         norm = qk_norm_class("MultiHeadAttention", qk_norm_type, normalize_qk, nnx)
         if norm is not None:
             dtypes = norm_dtypes(options)
-            self.query_ln = norm(self.head_dim, rngs=rngs, **dtypes)
-            self.key_ln = norm(self.head_dim, rngs=rngs, **dtypes)
-        heads = num_heads, self.head_dim
+            self.query_ln = norm(head_dim, rngs=rngs, **dtypes)
+            self.key_ln = norm(head_dim, rngs=rngs, **dtypes)
         self.out = inner_linear(heads, out_features, "row", "proj", rngs, options)
         self.deterministic = deterministic
         self.rngs: nnx.RngStream | None = nnx.data(None)
@@ -333,7 +339,7 @@ class TransformerLayer(FixedArguments, nnx.Module):
         dropout: the `nnx.Dropout` with the rate `hidden_dropout`, or None.
     """
 
-    _settable = frozenset({"rngs"})
+    _settable = frozenset()
     _set_elsewhere = {
         "is_causal": "Set attention.is_causal.",
         "rotary_base": "Set attention.rotary_base.",
@@ -342,6 +348,7 @@ class TransformerLayer(FixedArguments, nnx.Module):
         "attention_dropout": "Set attention.dropout_rate.",
         "hidden_dropout": "Set dropout.rate.",
         "deterministic": "Call train() or eval().",
+        "rngs": "Set attention.rngs or dropout.rngs.",
     }
 
     def __init__(  # noqa: PLR0913, of attention, norms and MLP

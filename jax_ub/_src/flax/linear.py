@@ -15,7 +15,7 @@ from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
-from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
+from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.flax.options import (
     FixedArguments,
     LinearOptions,
@@ -118,10 +118,19 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         fp8_state: the state of `DelayedScaling`, or None.
     """
 
+    in_features: int | Sequence[int]
+    out_features: int | Sequence[int]
+    use_bias: bool
+    param_dtype: Any
+
     _settable = frozenset(
-        ["in_features", "out_features", "use_bias", "dtype", "param_dtype"]
-        + ["precision", "promote_dtype", "preferred_element_type", "main_grad", "rngs"]
+        {"dtype", "precision", "promote_dtype", "preferred_element_type"}
     )
+    _flags = frozenset({"main_grad"})
+    _set_elsewhere = {
+        "use_bias": "Set bias to an nnx.Param, or to None.",
+        "main_grad": "Set it to a MainGrad, or to None.",
+    }
 
     def __init__(  # noqa: PLR0913, flax.nnx.Linear's arguments and where it runs
         self,
@@ -288,34 +297,12 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         self.fp8_state = (
             Fp8State(fp8) if isinstance(fp8, DelayedScaling) else nnx.data(None)
         )
-        self.in_features, self.out_features = in_features, out_features
-        self.use_bias = use_bias
+        self._store(in_features=in_features, out_features=out_features)
+        self._store(use_bias=use_bias, param_dtype=param_dtype)
         self.dtype = dtype
-        self.param_dtype = param_dtype
         self.precision = precision
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; rejects flags whose array only the constructor makes.
-
-        Without the array, the flag would have no effect.
-        """
-        made = vars(self)
-        turns_on = name == "use_bias" and value and not made.get(name, True)
-        if turns_on and self.bias is None:
-            raise ConfigurationError(
-                f"{self.sharding_layout.op}: use_bias = {shown(value)} is set on a "
-                "layer that has no bias. Set bias = nnx.Param(...) first, or create "
-                "another Linear with use_bias=True."
-            )
-        if name == "main_grad" and isinstance(value, bool) and name in made:
-            raise ConfigurationError(
-                f"{self.sharding_layout.op}: main_grad = {value} is set after the "
-                "constructor, which makes the accumulator. Set main_grad = None to "
-                "remove it, or create another Linear with main_grad=True."
-            )
-        super().__setattr__(name, value)
 
     def __call__(
         self,
@@ -361,18 +348,13 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         return self._call_layout(), (*promoted, main_grad, state), options
 
     def _check_parameters(self) -> None:
-        """Raises an error if a parameter is FP8, or a bias exists without use_bias."""
+        """Raises an error if a parameter is FP8."""
         values = {
             name: value.get_value() if isinstance(value, nnx.Variable) else value
             for name, value in (("kernel", self.kernel), ("bias", self.bias))
         }
         # Before Flax indexes them.
         check_not_quantized(self.sharding_layout.op, **values)
-        if not self.use_bias and self.bias is not None:
-            raise ConfigurationError(
-                f"{self.sharding_layout.op}: use_bias = {shown(self.use_bias)} was set "
-                "on a layer that has a bias. Set bias = None, too."
-            )
 
     def _call_layout(self):
         """Returns the sharding layout, with FSDP axes from the kernel's metadata.

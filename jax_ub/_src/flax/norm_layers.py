@@ -75,7 +75,7 @@ class LayerNormLinear(FixedArguments, nnx.Module):
         return_layernorm_output: whether a call also returns the normalized inputs.
     """
 
-    _settable = frozenset({"return_layernorm_output", "rngs"})
+    _settable = frozenset({"return_layernorm_output"})
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class LayerNormMLP(FixedArguments, nnx.Module):
         activation: the activation function.
     """
 
-    _settable = frozenset({"activation", "rngs"})
+    _settable = frozenset({"activation"})
 
     def __init__(
         self,
