@@ -252,9 +252,59 @@ def test_a_layer_that_an_earlier_call_has_overlapped_is_no_fallback():
     with jax.set_mesh(mesh_of(1, 2)):
         model = ub.overlap(sharded_block(), {"up": "column", "down": None})
         before = len(ub.fallbacks())
-        ub.overlap(model, {"down": "row", "up": None})
+        ub.overlap(model, {"down": "row"})
     assert ub.overlapped(model) == {"up": "column", "down": "row"}
     assert len(ub.fallbacks()) == before
+
+
+class Mixed(nnx.Module):
+    """One layer of each kind that `overlap` supports."""
+
+    def __init__(self, dot_general=jax.lax.dot_general):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(16, 32, dot_general=dot_general, rngs=rngs)
+        self.down = nnx.LinearGeneral((32,), 16, rngs=rngs)
+        self.mix = nnx.Einsum("BTK,KN->BTN", (16, 16), rngs=rngs)
+        self.head = nnx.Embed(8, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head.attend(self.mix(self.down(self.up(x))))
+
+
+@pytest.mark.parametrize("fp8", [None, ub.fp8.DelayedScaling()])
+def test_a_second_call_ends_the_overlap_of_layers_that_it_maps_to_none(fp8):
+    kinds = {"up|head.attend": "column", "down|mix": "row"}
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        model, plain = ub.overlap(Mixed(), kinds, fp8=fp8), Mixed()
+        assert ub.overlap(model, {"up|mix": None, "down": "row"}) is model
+        assert ub.overlapped(model) == {"down": "row", "head.attend": "column"}
+        ub.overlap(model, {".*": None})
+        assert not ub.overlapped(model)
+        for name in ("up", "down", "mix", "head"):
+            restored, made = getattr(model, name), getattr(plain, name)
+            assert type(restored) is type(made)
+            assert vars(restored).keys() == vars(made).keys()
+        assert model.up.dot_general is model.down.dot_general is jax.lax.dot_general
+        assert model.mix.einsum_op is jnp.einsum
+        assert_trees_close(nnx.jit(lambda model, x: model(x))(model, x), plain(x))
+        assert ub.overlapped(ub.overlap(model, kinds)).keys() == {
+            *("up", "down", "mix", "head.attend")
+        }
+
+
+def test_a_failed_second_call_changes_no_layer():
+    model = ub.overlap(Mixed(), {"up": "column"})
+    with pytest.raises(ub.errors.UnknownNameError, match="matches no overlapped layer"):
+        ub.overlap(model, {"up": None, "down": "row"}, ub_names={"up": "fc1"})
+    assert ub.overlapped(model) == {"up": "column"}
+
+
+def test_a_layer_made_with_dot_general_may_be_mapped_to_none():
+    model = Mixed(dot_general=ub.dot_general("column"))
+    assert ub.overlapped(model) == {"up": "column"}
+    ub.overlap(model, {"up": None})
+    assert model.up.dot_general is jax.lax.dot_general
 
 
 def test_sizes_of_a_layer_may_be_numpy_integers():

@@ -150,9 +150,7 @@ class Overlap(FixedArguments, KeywordsChecked):
             fsdp_axes=fsdp_axes,
             fp8=recipe,
         )
-        known_mesh = self._sharding_layout.find_mesh()
-        if known_mesh is not None:
-            self._sharding_layout.check_axes(known_mesh)
+        self._sharding_layout.check_axes(self._sharding_layout.find_mesh())
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
         self._seen: dict[str, None] = {}  # the paths of all layers that rules may match

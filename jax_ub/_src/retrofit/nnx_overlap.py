@@ -60,9 +60,9 @@ def overlap(  # noqa: PLR0913, options of layers
     Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers and the
     `einsum_op` of its `nnx.Einsum` layers in place, and makes its `nnx.Embed` layers
     overlap `attend`. Parameters do not change. A second call replaces the settings of
-    the layers that it selects, and does not change others. Other mesh axes of the
-    kernels' sharding (FSDP) are read from the kernels and stored in the layers.
-    `overlapped` lists the overlapped layers.
+    the layers that it selects, ends the overlap of layers that it maps to None, and
+    does not change others. Other mesh axes of the kernels' sharding (FSDP) are read
+    from the kernels and stored in the layers. `overlapped` lists the overlapped layers.
 
     With rules="auto", layers with a custom `dot_general`, such as quantized layers, and
     einsums that are not dense layers do not change. `ub.fallbacks` lists them, and
@@ -121,9 +121,11 @@ def overlap(  # noqa: PLR0913, options of layers
             "`with jax_ub.flax.linen.Overlap(rules):` around their calls."
         )
     if isinstance(rules, Mapping):
-        kinds = _kinds_by_path(rules, layers)
+        found = values_by_path("rules", rules, layers)
     else:
-        kinds = _kinds_by_sharding(rules, layers, axis_name)
+        found = _kinds_by_sharding(rules, layers, axis_name)
+    kinds = {path: kind for path, kind in found.items() if kind is not None}
+    _check_replaceable(layers, kinds)
     names = values_by_path("ub_names", ub_names, kinds)
     if isinstance(fp8, Mapping):
         recipes = values_by_path("fp8", fp8, kinds)
@@ -142,14 +144,13 @@ def overlap(  # noqa: PLR0913, options of layers
             ub_name=names.get(path, LayerName(path)),
             fp8=recipes.get(path),
         )
-        known_mesh = layout.find_mesh()
-        if known_mesh is not None:
-            layout.check_axes(known_mesh)
+        layout.check_axes(layout.find_mesh())
         replacements[path] = _replacement(layers[path], layout)
-    # The replacements are set after all checks, so that an error leaves the model
-    # unchanged.
+    # The layers change after all checks, so that an error leaves the model unchanged.
     for path, replacement in replacements.items():
         layers[path].replace(replacement)
+    for path in found.keys() - kinds.keys():
+        layers[path].restore()
     _record_others(model, layers, axis_name)
     return model
 
@@ -298,6 +299,15 @@ class _Layer:
             value = nnx.data(StatefulProduct(product, Fp8State(recipe, stacked)))
         setattr(self.node, self.attribute, value)
 
+    def restore(self) -> None:
+        """Ends the overlap, if there is one, so that JAX computes the product."""
+        if _is_overlapped(self.product) and self.default is not None:
+            function = self.original or self.default.function
+            setattr(self.node, self.attribute, nnx.static(function))
+        elif _is_overlapped(self.product):
+            delattr(self.node, self.attribute)
+            self.node.__class__ = nnx.Embed
+
 
 class StatefulProduct(nnx.Module):
     """A layer's `DotGeneral` or `Einsum`, with the FP8 state of `DelayedScaling`."""
@@ -422,8 +432,8 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
             f'overlap: rules = {shown(rules)} is neither "auto" nor a dictionary. '
             'Pass, for example, {r".*\\.up": "column"} to select layers by path.'
         )
-    found = {path: layer.kind(axis_name) for path, layer in layers.items()}
-    kinds = {path: kind for path, kind in found.items() if kind is not None}
+    items = layers.items()
+    kinds = {path: kind for path, layer in items if (kind := layer.kind(axis_name))}
     if not kinds:
         path = next(iter(layers))
         raise ShapeContractError(
@@ -435,19 +445,15 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
     return {path: k for path, k in kinds.items() if not layers[path].kept_reason()}
 
 
-def _kinds_by_path(rules, layers) -> dict[str, str]:
-    """Maps the layer paths that match the user's `rules` to "column" or "row"."""
-    found = values_by_path("rules", rules, layers)
-    kinds = {path: kind for path, kind in found.items() if kind is not None}
-    for path in kinds:
-        kept = layers[path].kept_reason()
-        if kept is not None:
+def _check_replaceable(layers, paths):
+    """Raises an error if `overlap` cannot replace the product of one of the layers."""
+    for path in paths:
+        if kept := layers[path].kept_reason():
             reason, fix = kept
             raise UnsupportedOverlapError(
                 f"overlap: the layer {shown(path)} {reason}. {fix}, or exclude the "
                 f"layer: {{{shown(path)}: None, ...}}."
             )
-    return kinds
 
 
 def _record_others(model, layers, axis_name):

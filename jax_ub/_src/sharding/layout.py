@@ -291,10 +291,14 @@ class ShardingLayout:
         manual = set(mesh.manual_axes)
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
 
-    def check_axes(self, mesh: AnyMesh) -> None:
-        """Raises an error if the mesh lacks an axis of `axis_name` or `data_axes`."""
-        self.axis_size(mesh)
-        self.check_data_axes(mesh)
+    def check_axes(self, mesh: AnyMesh | None) -> None:
+        """Raises an error if a known mesh lacks an axis of `axis_name` or `data_axes`.
+
+        The mesh is None if it is unknown.
+        """
+        if mesh is not None:
+            self.axis_size(mesh)
+            self.check_data_axes(mesh)
 
     def check_data_axes(self, mesh: AnyMesh) -> None:
         self._sizes(mesh, "data_axes has {}, which", self.data_axes or ())
