@@ -135,9 +135,11 @@ def row_forward(
     op, dtype = config.mode.op, config.out_dtype
     options = _options(config)
     operands = (xs, ws, bias, residual)
-    if _sends_partial_sums(config, xs[0]):
-        y = _matmul_reduce_scatter(config, *operands, out_dtype=dtype, **options)
-        return (y,), None
+    reducing = config.overlapped if config.overlap else config.collective
+    is_split = not config.overlap or _sends_fp8(reducing, xs[0])
+    if op == "matmul_reduce_scatter" and is_split:
+        options["out_dtype"] = dtype
+        return (_matmul_reduce_scatter(config, reducing, *operands, **options),), None
     if op == "matmul" or config.overlap:
         product = {
             "matmul": matmuls.matmul,
@@ -147,13 +149,8 @@ def row_forward(
         execution = config.local if op == "matmul" else config.overlapped
         return (product(execution, *operands, out_dtype=dtype, **options),), None
     partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
-    if op == "matmul_all_reduce":
-        y = collectives.all_reduce(config.collective, partial, bias, residual)
-        return (y.astype(dtype),), None
-    is_sum = bias is None and residual is None
-    sum_dtype = dtype if is_sum else jnp.float32
-    y = collectives.reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
-    return (reference.add(y, bias, residual, out_dtype=dtype),), None
+    y = collectives.all_reduce(config.collective, partial, bias, residual)
+    return (y.astype(dtype),), None
 
 
 def _options(config) -> dict[str, Any]:
@@ -225,37 +222,26 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
         return jnp.sum(wide, axis).astype(out_dtype)
 
 
-def _sends_partial_sums(config: CallConfig, x: Operand) -> bool:
-    """Returns whether a layer is a GEMM+RS that sends its partial sums as FP8."""
-    return config.mode.op == "matmul_reduce_scatter" and _sends_fp8(
-        _reducing(config), x
-    )
-
-
-def _reducing(config):
-    return config.overlapped if config.overlap else config.collective
-
-
 def _matmul_reduce_scatter(
     config: CallConfig,
+    reducing: Execution,
     xs: tuple[Operand, ...],
     ws: tuple[Operand, ...],
     bias: jax.Array | None,
     residual: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes `reduce_scatter(x @ w)`, with partial sums that are sent as FP8.
+    """Computes `reduce_scatter(x @ w)` as a GEMM and a collective.
 
-    "pipeline" has one GEMM and one all-to-all for each split of the columns, so that
-    XLA may overlap them; the other methods have one of each.
+    With overlap, "pipeline" has one of each for each split of the columns, so that XLA
+    may overlap them.
     """
-    execution = _reducing(config)
     num_splits = 1
     axis = 0 if options["rhs_transposed"] else 1
     num_columns = ws[0].shape[axis]
-    pipelines = config.overlap and execution.choice.method is Method.PIPELINE
+    pipelines = config.overlap and reducing.choice.method is Method.PIPELINE
     if pipelines and not any(_has_blocks(w, axis) for w in ws):
-        num_splits = min(execution.choice.num_splits or DEFAULT_SPLITS, num_columns)
+        num_splits = min(reducing.choice.num_splits or DEFAULT_SPLITS, num_columns)
     out_dtype = options.pop("out_dtype")
     is_sum = bias is None and residual is None
     bounds = [num_columns * i // num_splits for i in range(num_splits + 1)]
@@ -268,7 +254,7 @@ def _matmul_reduce_scatter(
             config.local, xs, kernels, out_dtype=jnp.float32, **options
         )
         sum_dtype = out_dtype if is_sum else jnp.float32
-        parts.append(reduce_scatter(execution, partial, out_dtype=sum_dtype))
+        parts.append(reduce_scatter(reducing, partial, out_dtype=sum_dtype))
     y = parts[0] if num_splits == 1 else jnp.concatenate(parts, -1)
     return reference.add(y, bias, residual, out_dtype=out_dtype)
 
