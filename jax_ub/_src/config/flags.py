@@ -153,11 +153,3 @@ def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, .
     """
     found = (each.flag for name in passes for each in mode.communications(name))
     return tuple(dict.fromkeys(filter(None, found)))
-
-
-@dataclasses.dataclass(frozen=True)
-class FlaggedMethod:
-    """A layer's method and `ub_*` flags, passed together as the argument `method`."""
-
-    method: Method | str | None
-    flags: OverlapFlags

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
-from jax_ub._src.config.flags import FUSED, FlaggedMethod, OverlapFlags, flags_of
+from jax_ub._src.config.flags import FUSED, OverlapFlags, flags_of
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.parallel import (
@@ -293,7 +293,7 @@ def make_call_config(
     op: str,
     axis_name: str | tuple[str, ...] | None,
     ub_name: str | None = None,
-    method: Method | FlaggedMethod | str | None = None,
+    method: Method | str | None = None,
     **options: Any,
 ) -> CallConfig:
     """Returns the `CallConfig` of an op that is called inside `jax.shard_map`.
@@ -314,8 +314,7 @@ def make_call_config(
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
     label = call_label(op, ub_name)
-    named = method.method if isinstance(method, FlaggedMethod) else method
-    is_plain = methods.resolve(label, named, settings.method()) is Method.XLA
+    is_plain = methods.resolve(label, method, settings.method()) is Method.XLA
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = shapes.axis_tuple(axis_name)
     config = plan_call_config(op, axes, num_ranks, ub_name, method, **options)
@@ -324,16 +323,17 @@ def make_call_config(
     return dataclasses.replace(config, is_vma_checked=vma.is_vma_checked(axes))
 
 
-def plan_call_config(
+def plan_call_config(  # noqa: PLR0913, options of a layer
     op: str,
     axes: tuple[str, ...],
     num_ranks: int,
     ub_name: str | None = None,
-    method: Method | FlaggedMethod | str | None = None,
+    method: Method | str | None = None,
     *,
     mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
     is_fp8: bool = False,
+    flags: OverlapFlags | None = None,
 ) -> CallConfig:
     """Chooses the methods of an op's forward, dgrad and wgrad; returns a `CallConfig`.
 
@@ -341,12 +341,9 @@ def plan_call_config(
     no surrounding `jax.shard_map`, because it takes the number of ranks. A GEMM that
     does not communicate has no axes and one rank. `mode` is described at
     `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for a call that
-    is only the backward pass of a column-parallel layer.
+    is only the backward pass of a column-parallel layer. `flags` are the layer's.
     """
     label = call_label(op, ub_name)
-    flags = None
-    if isinstance(method, FlaggedMethod):
-        flags, method = method.flags, method.method
     arguments.check(op, ub_name=ub_name)
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
@@ -372,7 +369,7 @@ def plan_call_config(
     # An explicit method takes precedence over the layer's `ub_*` flags.
     # `OverlapFlags.check` has verified that the two agree.
     has_method = methods.resolve(label, method, None) is not Method.AUTO
-    if flags is not None and not has_method:
+    if flags is not None and flags.given and not has_method:
         choices |= _choices_with_flags(mode, label, flags, choices, found)
     return CallConfig(
         label=label,

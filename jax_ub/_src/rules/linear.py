@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
-from jax_ub._src.config.flags import FlaggedMethod
+from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import KernelShards, ParallelMode, check_parallel, mode_of
@@ -398,7 +398,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     *,
     axis_name: str | tuple[str, ...] | None,
     ub_name: str | None = None,
-    method: Method | FlaggedMethod | str | None = None,
+    method: Method | str | None = None,
+    flags: OverlapFlags | None = None,
     return_gathered: bool = False,
     out_dtype: DTypeLike | None = None,
     rhs_transposed: bool = False,
@@ -419,7 +420,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         fp8_state: see `linear`. Several kernels share its scales.
         axis_name: the mesh axis of the ranks; None if the layer is not parallel.
         ub_name: see `linear`.
-        method: the method, or a method with the layer's `ub_*` flags.
+        method: see `linear`.
+        flags: the layer's `ub_*` flags.
         return_gathered: whether to return the gathered `x`, too; only for AG+GEMM.
         out_dtype: dtype of the result; None takes the dtype of `x`.
         rhs_transposed: see `linear`.
@@ -434,7 +436,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     else:
         is_fp8 = fp8 is not None or is_scaled(x)
         config = make_call_config(
-            op, axis_name, ub_name, method, mode=mode, is_fp8=is_fp8
+            op, axis_name, ub_name, method, mode=mode, is_fp8=is_fp8, flags=flags
         )
     label = config.label
     shapes.check_flag(label, "return_gathered", return_gathered)
@@ -477,9 +479,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
     if is_differentiated_by_jax(config, (x, ws, biases, residual), main_grads):
         layer = forward_of(config)
-    # Keeps jit enabled under `jax.disable_jit`, because JAX cannot evaluate a
-    # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
-    with scope, jax.disable_jit(False):
+    with scope, jax.disable_jit(False):  # see `vjp.differentiable`
         ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
     y = ys if is_tuple else vma.with_sharding(ys[0], sharding)
     return (y, gathered) if return_gathered else y

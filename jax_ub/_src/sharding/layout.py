@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import arguments, checks, methods
 from jax_ub._src.checks import axis_tuple, check_axis_name
-from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
+from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
@@ -195,13 +195,6 @@ class ShardingLayout:
             flags=OverlapFlags(),
             replicated_op=self.op,
         )
-
-    @property
-    def flagged_method(self) -> FlaggedMethod | str | None:
-        """Returns the method, combined with the layer's `ub_*` flags if any is set."""
-        if not self.flags.given:
-            return self.method
-        return FlaggedMethod(self.method, self.flags)
 
     def with_fsdp_of(
         self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
