@@ -68,7 +68,9 @@ def column_gradients(
     # [in, out] layout.
     may_be_bulk = config.overlap and ws is not None and not config.rhs_transposed
     if may_be_bulk and x is not None:
-        config = _with_tuned_method(config, x, gradients)
+        M, N = math.prod(gradients[0].shape[:-1]), sum(dy.shape[-1] for dy in gradients)
+        sizes = M, x.shape[-1], N * config.num_ranks
+        config = config.with_tuned_method(COLUMN_GRADIENTS, *sizes)
         is_bulk = config.uses_bulk
     else:
         # If the forward pass saved the gathered x, method "auto" does not become
@@ -103,16 +105,6 @@ def _check_bulk(config):
             "rhs_transposed = True. Pass the kernel [in, out], or configure another "
             'method, for example "ring_exchange".'
         )
-
-
-def _with_tuned_method(config, x, dys):
-    """Replaces method "auto" by the one measured fastest for dgrad and wgrad, if any.
-
-    The measurements come from a tuned file.
-    """
-    M = math.prod(dys[0].shape[:-1])
-    N = config.num_ranks * sum(dy.shape[-1] for dy in dys)
-    return config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
 
 
 def _scattered(config, ws, d_gathered, dtype):

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub._src import checks, dtypes, lowering_log, reference
+from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import collectives, matmuls, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.scales import Operand, packed, unpacked
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.vjp import check_no_main_grad, mapped_together, whole_kernels
+from jax_ub._src.rules.vjp import mapped_together, whole_kernels
 from jax_ub._src.scaled_array import (
     ScaledArray,
     amax_of,
@@ -65,12 +66,17 @@ def with_f64_fallback(
 def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:
     """Returns whether a layer has no `custom_vjp`, so that JAX differentiates it.
 
-    These are layers over an axis of `jax.vmap`, whose operands are not FP8, and layers
-    in plain `jax.lax` outside of `shard_map`, for whose gradients JAX chooses the
-    shardings on an explicit mesh. FP8 and `main_grad` need the `custom_vjp`.
+    These are layers over an axis of `jax.vmap`, outside of which a backward rule might
+    run, and layers in plain `jax.lax` outside of `shard_map`, for whose gradients JAX
+    chooses the shardings on an explicit mesh. FP8 and `main_grad` need the
+    `custom_vjp`.
     """
+    if config.is_mapped and main_grads is not None:
+        raise UnsupportedOverlapError(
+            f"{config.label}: main_grad over {config.axis_name}, an axis of jax.vmap. "
+            "Use jax.shard_map, or leave out main_grad."
+        )
     if config.is_mapped:
-        check_no_main_grad(config, main_grads)
         return True
     is_plain = config.takes_f64 and main_grads is None and not is_scaled(operands[0])
     return is_plain and vma.is_sharded(operands)

@@ -87,7 +87,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         return (ys, gathered), saved
 
     def backward_rule(config, saved, cotangents):
-        saved = present_residuals(saved)
+        saved = {
+            name: value if jax.tree.leaves(value) else None
+            for name, value in from_saved(saved).items()
+        }
         dys, d_gathered = cotangents
         live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
         of_whole = dataclasses.replace(config, shards=None)
@@ -206,19 +209,6 @@ def warn_of_constant_state(label: str) -> None:
         "of the state, too, and pass it to ub.fp8.apply_updates.",
         "docs/fp8.md",
     )
-
-
-def check_no_main_grad(config: CallConfig, main_grads) -> None:
-    """Raises an error if `main_grad` is used and the ranks are an axis of `jax.vmap`.
-
-    The backward rule of a `custom_vjp` may run outside the `vmap`, where the axis is
-    unbound. JAX therefore differentiates such calls itself and cannot accumulate.
-    """
-    if main_grads is not None:
-        raise UnsupportedOverlapError(
-            f"{config.label}: main_grad over {config.axis_name}, an axis of jax.vmap. "
-            "Use jax.shard_map, or leave out main_grad."
-        )
 
 
 def accumulation(config: CallConfig, dys, main_grads):
@@ -408,15 +398,6 @@ def emptied(array: jax.Array | None) -> jax.Array | None:
 def placeholder() -> jax.Array:
     """Returns an empty array, which replaces a residual that is not saved."""
     return jnp.zeros(0, bool)
-
-
-def present_residuals(residuals: dict) -> dict:
-    """Returns residuals by name, with None in place of those that were not saved."""
-    present = from_saved(residuals)
-    return {
-        name: value if jax.tree.leaves(value) else None
-        for name, value in present.items()
-    }
 
 
 def is_placeholder(leaf) -> bool:
