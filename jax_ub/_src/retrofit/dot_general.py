@@ -156,14 +156,14 @@ class DotGeneral:
         sharding_layout: the sharding layout of the layer.
         original: the function that the layer called before; None looks up
             `jax.lax.dot_general` at each call.
-        kernel_shape: the global shape of the kernel `[*in, *out]`; None if unknown.
+        kernel_size: the number of elements of the global kernel; None if unknown.
         is_lenient: whether the layer runs by JAX on a mesh on which it cannot be
             overlapped; otherwise it raises an error.
     """
 
     sharding_layout: ShardingLayout
     original: Callable | None = None
-    kernel_shape: tuple[int, ...] | None = None
+    kernel_size: int | None = None
     is_lenient: bool = False
 
     @property
@@ -285,7 +285,11 @@ class DotGeneral:
         if self.is_lenient:
             self._warn_of_missing_axes(mesh)
         try:
-            self._check_mesh(mesh, contraction)
+            fitted = self._layout(mesh, contraction)
+            fitted.axis_size(mesh)
+            if self.is_lenient:
+                fitted.check_features(contraction.features, mesh)
+                fitted.check_kernel_spec(contraction.spec, contraction.num_in)
             tokens = lhs.shape[: lhs.ndim - contraction.num_in] or (1,)
             return indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
         except UbError as error:
@@ -303,14 +307,6 @@ class DotGeneral:
             text = f"{error} JAX runs the layer without overlap."
             lowering_log.warn_once(kind, text, "docs/retrofit.md")
 
-    def _check_mesh(self, mesh, contraction):
-        """Raises an error if the layer's kernel cannot be sharded over this mesh."""
-        layout = self._layout(mesh, contraction)
-        layout.axis_size(mesh)
-        if self.is_lenient:
-            layout.check_features(contraction.features, mesh)
-            layout.check_kernel_spec(contraction.spec, contraction.num_in)
-
     def _is_whole_in_shard_map(self, contraction=None):
         """Returns whether each rank of a `shard_map` has the unsharded kernel."""
         mesh, axes = jax.sharding.get_abstract_mesh(), self.sharding_layout.axes
@@ -319,7 +315,7 @@ class DotGeneral:
         is_one = math.prod(mesh.shape.get(name, 1) for name in axes) == 1
         if contraction is None or is_one:
             return False
-        return contraction.shape == self.kernel_shape
+        return contraction.kernel.size == self.kernel_size
 
     def _layout(self, mesh, contraction):
         """Returns the layer's sharding layout, adapted to this kernel and mesh.

@@ -89,8 +89,7 @@ class Einsum:
     """Replaces `jax.numpy.einsum` in dense layers; overlaps GEMM and collective.
 
     Attributes:
-        dense: the function that computes the product of a dense layer. Its
-            `kernel_shape` has the dimensions in the order of the stored kernel.
+        dense: the function that computes the product of a dense layer.
         sharded: the label of the kernel's sharded dimension; "" takes the first one.
         original: the function that the layer called before; None looks up
             `jax.numpy.einsum` at each call.
@@ -148,13 +147,7 @@ class Einsum:
         num_lead, num_in = len(equation.lead), len(ins)
         contracted = (range(num_lead, x.ndim), range(num_in))
         y_labels = equation.lead + outs
-        dense = self.dense
-        if dense.kernel_shape is not None:
-            # The whole kernel is recognized by its shape after the transpose.
-            order = _order(equation.kernel, ins + outs)
-            shape = tuple(dense.kernel_shape[dim] for dim in order)
-            dense = dataclasses.replace(dense, kernel_shape=shape)
-        y = dense(
+        y = self.dense(
             _transpose(x, equation.x, equation.lead + ins),
             _transpose(kernel, equation.kernel, ins + outs),
             (contracted, ((), ())),
@@ -182,11 +175,7 @@ class Einsum:
 
 
 def _transpose(array, labels, wanted):
-    return jnp.transpose(array, _order(labels, wanted))
-
-
-def _order(labels, wanted):
-    return [labels.index(label) for label in wanted]
+    return jnp.transpose(array, [labels.index(label) for label in wanted])
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -212,15 +213,17 @@ class _Layer:
         return tuple(getattr(self.kernel, "shape", ()))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape of one layer's kernel, reordered to [*in, *out]."""
-        return self._in_out(self.of_one_layer(self.stored_shape))
+    def size(self) -> int | None:
+        """Returns the number of elements of one layer's kernel; None if unknown."""
+        shape = self.of_one_layer(self.stored_shape)
+        return math.prod(shape) if shape else None
 
     @property
     def spec(self) -> tuple:
         """Returns the partition spec of one layer's kernel, as [*in, *out]."""
         spec = self.of_one_layer(_spec_of(self.kernel))
-        return self._in_out((*spec, *[None] * (len(self.order) - len(spec))))
+        spec = (*spec, *[None] * (len(self.order) - len(spec)))
+        return tuple(spec[dim] for dim in self.order)
 
     def of_one_layer(self, dims):
         """Leaves stacked layers out of `dims`, an item per dimension of the kernel."""
@@ -239,9 +242,6 @@ class _Layer:
                 if shape == self.sizes:
                     return dims
         return tuple(range(num_stacked))
-
-    def _in_out(self, dims):
-        return tuple(dims[i] for i in self.order) if dims else ()
 
     @property
     def mesh(self) -> Mesh | None:
@@ -286,8 +286,6 @@ class _Layer:
             dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
             labels = self.equation.ins + self.equation.outs
             label = "" if dim is None else labels[dim]
-            stored = self.of_one_layer(self.stored_shape)
-            product = dataclasses.replace(product, kernel_shape=stored or None)
             product = Einsum(product, label, self.original)
         if isinstance(self.node, nnx.Embed):
             self.node.__class__ = OverlappedEmbed
@@ -417,9 +415,7 @@ def _replacement(layer, layout):
         device.platform != "cpu" for device in kernel_mesh.devices.flat
     ):
         layout = dataclasses.replace(layout, kernel_mesh=kernel_mesh)
-    return DotGeneral(
-        layout, original=layer.original, kernel_shape=layer.shape, is_lenient=True
-    )
+    return DotGeneral(layout, layer.original, kernel_size=layer.size, is_lenient=True)
 
 
 def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
