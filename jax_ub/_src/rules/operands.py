@@ -188,7 +188,7 @@ def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
     label = config.label
     shapes.check_kernel(label, "w", w)
     shapes.check_not_empty(label, "x", x)
-    x_axis, w_axis = contracted_axes(config, x)
+    x_axis, w_axis = x.ndim - 1, config.contracted_dim
     _check_layout(label, "x", x, x_axis)
     _check_layout(label, "w", w, w_axis)
     check_formats(label, x=x, w=w)
@@ -207,10 +207,6 @@ def check_formats(label: str, **operands: ScaledArray) -> None:
             "multiplies. Make one of them float8_e4m3fn; for gradients use a HYBRID "
             "recipe."
         )
-
-
-def contracted_axes(config, x):
-    return x.ndim - 1, config.contracted_dim
 
 
 def _check_layout(label, name, operand, contracted):

@@ -8,7 +8,7 @@ dequantized to this dtype first. All-gathered operands and residuals are FP8.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, row_forward
-from jax_ub._src.rules.operands import by_name, contracted_axes, is_per_row
+from jax_ub._src.rules.operands import by_name, is_per_row
 from jax_ub._src.rules.vjp import differentiable, save, whole_kernels
 from jax_ub._src.scaled_array import (
     MXFP8_BLOCK,
@@ -60,38 +60,32 @@ def _check_ranks(config: CallConfig) -> None:
 
 
 def _with_scalar_scales(
-    config: CallConfig, x: ScaledArray, ws: tuple[ScaledArray, ...]
+    config: CallConfig,
+    x: ScaledArray,
+    ws: tuple[ScaledArray, ...],
+    agreed: Collection[str] = (),
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Reshapes per-tensor scales to scalars, unless they may differ between ranks.
 
     If a scale of a gathered or contracted tensor may differ, it keeps its shape, and
-    belongs to the rows of its rank.
+    belongs to the rows of its rank. A recipe has made the scales of the operands in
+    `agreed`, "x" and "w", equal on all ranks.
     """
     communicates = config.mode.op != "matmul"
-    x_axis, w_axis = contracted_axes(config, x)
 
-    def scalar(operand, axis, is_shared):
-        if operand.scaling != "tensor":
-            return operand
-        if is_shared and not _is_agreed(config, operand, axis):
-            return operand
-        return with_scalar_scale(operand)
+    def scalar(name, operand, axis, is_shared):
+        # Without a recipe, the scale of a single row or column may differ.
+        may_differ = name not in agreed and (
+            is_per_row(operand, axis)
+            or bool(frozenset(config.axis_name) & vma.axes_of(operand.scales))
+        )
+        keeps = operand.scaling != "tensor" or (is_shared and may_differ)
+        return operand if keeps else with_scalar_scale(operand)
 
-    gathers = config.mode.gathers_x
-    return scalar(x, x_axis, communicates), tuple(
-        scalar(w, w_axis, communicates and not gathers) for w in ws
-    )
-
-
-def _is_agreed(config, operand, contracted):
-    """Returns whether the scale of an FP8 operand is known to be equal on all ranks.
-
-    The scale of a single row or column may differ, unless a recipe has agreed on it.
-    """
-    if has_one_scale(config.fp8):
-        return True
-    is_one = not is_per_row(operand, contracted)
-    return is_one and not frozenset(config.axis_name) & vma.axes_of(operand.scales)
+    shares_w = communicates and not config.mode.gathers_x
+    w_axis = config.contracted_dim
+    x = scalar("x", x, x.ndim - 1, communicates)
+    return x, tuple(scalar("w", w, w_axis, shares_w) for w in ws)
 
 
 def scaled_gradients(
@@ -176,13 +170,14 @@ def quantized(
         _check_ranks(config)
         return *_with_scalar_scales(config, x, ws), (None,)
     check_layer_recipe(label, recipe)
-    of_x = config
-    for name, operand in by_name(x, ws).items():
-        if is_scaled(operand) and INPUT not in roles:
-            # The operand was quantized earlier, perhaps by another recipe. `of_x` has
-            # no recipe, because the ranks may not have agreed on the operand's scale.
-            of_x = dataclasses.replace(config, fp8=None)
-            continue
+    wide = by_name(x, ws)
+    agreed = {"x", "w"} if has_one_scale(recipe) else set()
+    if INPUT not in roles:
+        # x was quantized earlier, perhaps by another recipe. The ranks may not have
+        # agreed on its scale.
+        del wide["x"]
+        agreed.discard("x")
+    for name, operand in wide.items():
         if is_scaled(operand):
             raise ShapeContractError(
                 f"{label}: {name} is FP8 already, but fp8 = {type(recipe).__name__} "
@@ -200,8 +195,7 @@ def quantized(
         shards=config.shards,
     )
     _check_ranks(config)
-    x, _ = _with_scalar_scales(of_x, x, ())
-    _, ws = _with_scalar_scales(config, x, ws)
+    x, ws = _with_scalar_scales(config, x, ws, agreed)
     # The forward pass reads the arrays that `checkpoint_name` returns. If the policy of
     # `jax.checkpoint` saves them, the operands are not quantized again.
     x = _named(config, "x", x)
