@@ -27,11 +27,11 @@ from jax_ub._src.flax.options import (
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.primitives import vma
-from jax_ub._src.sharding.layout import ShardingLayout, pack_meshes, unpack_meshes
+from jax_ub._src.sharding.layout import PickledMeshes, ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
 
-class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
+class TensorParallel(arguments.KeywordsChecked, PickledMeshes, nn.Module, kw_only=True):
     """Base class of linen modules that are, or contain, tensor-parallel linear layers.
 
     Further attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,
@@ -76,14 +76,6 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
         arguments.check(type(self).__name__, **vars(self))
         check_layer_recipe(type(self).__name__, self.fp8)
         super().__post_init__()
-
-    @nn.nowrap
-    def __getstate__(self):
-        return pack_meshes(vars(self))
-
-    @nn.nowrap
-    def __setstate__(self, state):
-        vars(self).update(unpack_meshes(state))
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:

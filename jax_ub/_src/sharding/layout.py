@@ -60,12 +60,57 @@ def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int 
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingLayout:
+class _PortableMesh:
+    """Picklable form of a `jax.sharding.Mesh`, with the ids of its devices."""
+
+    axis_names: tuple[Any, ...]
+    axis_types: tuple[AxisType, ...]
+    shape: tuple[int, ...]
+    platform: str
+    device_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "_PortableMesh":
+        devices = tuple(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        platform = devices[0].platform if devices else ""
+        shape = mesh.devices.shape
+        return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
+
+    def find(self) -> Mesh | None:
+        """Returns a `Mesh` of this process's devices; None if a device is missing."""
+        known = {(device.platform, device.id): device for device in jax.devices()}
+        devices = [known.get((self.platform, each)) for each in self.device_ids]
+        if None in devices:
+            return None
+        table = np.array(devices, object).reshape(self.shape)
+        return Mesh(table, self.axis_names, axis_types=self.axis_types)
+
+
+class PickledMeshes:
+    """Base class of objects that pickle a `Mesh` in an attribute by its device ids.
+
+    It is None in the loading process if that process lacks one of the devices.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: _PortableMesh.of(value) if isinstance(value, Mesh) else value
+            for name, value in vars(self).items()
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            is_mesh = isinstance(value, _PortableMesh)
+            vars(self)[name] = value.find() if is_mesh else value
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingLayout(PickledMeshes):
     """Hashable description of how a linear layer is sharded and executed.
 
-    It can be pickled: a mesh is stored by its device ids, and becomes None if the
-    loading process does not have these devices. `jax_ub.flax.Linear` documents the
-    fields that are its arguments, too. The others are:
+    `jax_ub.flax.Linear` documents the fields that are its arguments, too. The others
+    are:
 
     Attributes:
         flags: the `ub_*` flags of the layer.
@@ -121,12 +166,6 @@ class ShardingLayout:
             parallel=self.parallel,
             sequence_parallel=self.sequence_parallel,
         )
-
-    def __getstate__(self):
-        return pack_meshes(vars(self))
-
-    def __setstate__(self, state):
-        vars(self).update(unpack_meshes(state))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -388,50 +427,3 @@ def sharding_of(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
         return jax.typeof(array).sharding
     return getattr(array, "sharding", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PortableMesh:
-    """Picklable form of a `jax.sharding.Mesh`, with the ids of its devices."""
-
-    axis_names: tuple[Any, ...]
-    axis_types: tuple[AxisType, ...]
-    shape: tuple[int, ...]
-    platform: str
-    device_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> "_PortableMesh":
-        devices = tuple(mesh.devices.flat)
-        ids = tuple(device.id for device in devices)
-        platform = devices[0].platform if devices else ""
-        shape = mesh.devices.shape
-        return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
-
-    def find(self) -> Mesh | None:
-        """Returns a `Mesh` of this process's devices; None if a device is missing."""
-        known = {(device.platform, device.id): device for device in jax.devices()}
-        devices = [known.get((self.platform, each)) for each in self.device_ids]
-        if None in devices:
-            return None
-        table = np.array(devices, object).reshape(self.shape)
-        return Mesh(table, self.axis_names, axis_types=self.axis_types)
-
-
-def pack_meshes(state: dict[str, Any]) -> dict[str, Any]:
-    """Replaces each `Mesh` in an object's state by a picklable `_PortableMesh`."""
-    return {
-        name: _PortableMesh.of(value) if isinstance(value, Mesh) else value
-        for name, value in state.items()
-    }
-
-
-def unpack_meshes(state: dict[str, Any]) -> dict[str, Any]:
-    """Replaces each `_PortableMesh` in an unpickled state by a `Mesh`, or by None.
-
-    A mesh becomes None if this process lacks one of its devices.
-    """
-    return {
-        name: value.find() if isinstance(value, _PortableMesh) else value
-        for name, value in state.items()
-    }
