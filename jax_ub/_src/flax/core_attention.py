@@ -42,11 +42,7 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
-        flags = {
-            "is_causal": self.is_causal,
-            "broadcast_dropout": self.broadcast_dropout,
-        }
-        arguments.check("attention", **flags)
+        arguments.check("attention", **vars(self))
         check_rotary_base("attention", self.rotary_base)
         checks.check_rate("attention", "dropout_rate", self.dropout_rate)
         given = self.attention_fn

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -142,12 +142,18 @@ def resolve_activation(
     """Returns (function, is_gated) for an MLP's activation: a name or a function."""
     if callable(activation):
         return activation, False
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]
-    raise UnknownNameError(
-        f"{op}: activation = {shown(activation)} is not known. "
-        f"{nearest(activation, ACTIVATIONS)} Or pass a function."
-    )
+    _check_known(op, "activation", activation, ACTIVATIONS, " Or pass a function.")
+    return ACTIVATIONS[activation]
+
+
+def _check_known(
+    op: str, name: str, value: Any, known: Collection[str], hint: str = ""
+) -> None:
+    """Raises an error unless an option's value is one of the names in `known`."""
+    if not isinstance(value, str) or value not in known:
+        raise UnknownNameError(
+            f"{op}: {name} = {shown(value)} is not known. {nearest(value, known)}{hint}"
+        )
 
 
 # Normalization layers. The argument `library` is `flax.nnx` or `flax.linen`, which use
@@ -165,12 +171,7 @@ def make_norm(
 ) -> Any:
     """Creates the `LayerNorm` or `RMSNorm` of a layer, with the layer's dtypes."""
     checks.check_epsilon(op, "epsilon", epsilon)
-    known = ("LayerNorm", "RMSNorm")
-    if not isinstance(normalization, str) or normalization not in known:
-        raise UnknownNameError(
-            f"{op}: normalization = {shown(normalization)} is not known. "
-            f"{nearest(normalization, known)}"
-        )
+    _check_known(op, "normalization", normalization, ("LayerNorm", "RMSNorm"))
     norm, dtypes = _norm_class(library, normalization), norm_dtypes(options)
     return norm(*num_features, epsilon=epsilon, **dtypes, **keywords)
 
@@ -198,13 +199,9 @@ def qk_norm_class(
     "LayerNorm", is Flax's.
     """
     checks.check_flag(op, "normalize_qk", normalize_qk)
-    known = ("RMSNorm", "LayerNorm")
-    is_known = isinstance(qk_norm_type, str) and qk_norm_type in known
-    if qk_norm_type is not None and not is_known:
-        raise UnknownNameError(
-            f"{op}: qk_norm_type = {shown(qk_norm_type)} is not known. "
-            f"{nearest(qk_norm_type, known)} None normalizes nothing."
-        )
+    if qk_norm_type is not None:
+        known, hint = ("RMSNorm", "LayerNorm"), " None normalizes nothing."
+        _check_known(op, "qk_norm_type", qk_norm_type, known, hint)
     if qk_norm_type is not None and normalize_qk:
         raise ConfigurationError(
             f'{op}: qk_norm_type = "{qk_norm_type}" and normalize_qk = True, which is '
