@@ -27,7 +27,7 @@ from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, show
 from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules.linear import parallel_linear
-from jax_ub._src.rules.operands import claim_fp8_state, claim_main_grads
+from jax_ub._src.rules.operands import as_row, claim_fp8_state, claim_main_grads
 from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -262,13 +262,11 @@ def _as_matrices(layout, operands, num_in, out_dtype):
     is_vector = x.ndim == num_in
     x = merge_features(x, num_in)
     if is_vector:
-        x = x[None]
-        addend = None if addend is None else addend[None]
-    kernels = tuple(as_matrix(kernel, num_in) for kernel in kernels)
-    if biases is not None:
-        biases = tuple(bias.reshape(-1) for bias in biases)
-    if main_grads is not None:
-        main_grads = tuple(as_matrix(each, num_in) for each in main_grads)
+        x, addend = as_row((x, addend))
+    to_matrix = functools.partial(as_matrix, num_in=num_in)
+    kernels = jax.tree.map(to_matrix, kernels)
+    biases = jax.tree.map(lambda bias: bias.reshape(-1), biases)
+    main_grads = jax.tree.map(to_matrix, main_grads)
     parameters: list[Any] = [kernels, biases, main_grads]
     if len(kernels) == 1:
         parameters = [each and each[0] for each in parameters]
