@@ -120,6 +120,14 @@ def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
     assert traces.read([trace]).calls == ()
 
 
+def test_an_op_without_events_is_an_error(monkeypatch, capsys):
+    # As on GPUs, whose engine records nothing.
+    monkeypatch.setattr(trace_command, "_prepare_op", lambda given: lambda: 0)
+    assert __main__.main(["trace", "--op", "matmul_all_reduce", *TINY]) == 2
+    text = "trace: no call of --op matmul_all_reduce ran on the CPU engine, and nothing"
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_each_process_of_a_job_writes_its_own_file(tmp_path):
     script, trace = tmp_path / "script.py", tmp_path / "found.json"
@@ -239,6 +247,11 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ([*REDUCE, "--shape", "6x8x8"], "--shape 6x8x8 does not divide into --tp 4"),
         (["--tp", "2", __file__], "--tp 2 applies to --op only. Leave it out, or"),
         (["--shape", "8x8x8", __file__], "--shape 8x8x8 applies to --op only"),
+        ([*REDUCE, "--method", "xla"], 'the method "xla" has no events to trace'),
+        (
+            [*REDUCE, "--method", "pipeline", "--tp", "1"],
+            "--method pipeline has no effect on --tp 1",
+        ),
         (["--merge", "a", "--processes", "2"], "--processes 2 has no effect on --mer"),
         (
             [*REDUCE, "--tp", "512", "--shape", "512x512x512"],

@@ -107,6 +107,12 @@ def command(given: argparse.Namespace) -> int:
             return status
         assert recording.trace is not None
         trace = recording.trace
+    if given.op and not trace.calls:
+        raise TraceArgumentError(
+            f"trace: no call of --op {given.op} ran on the CPU engine, and nothing "
+            "else is traced. `python -m jax_ub doctor` says what can run here; on "
+            "GPUs, use jax.profiler.trace."
+        )
     command_line.say(given, "\n".join(summary(trace)))
     if file is None:
         command_line.write(given, traces.as_json(trace))
@@ -174,6 +180,16 @@ def _check_op(given):
         raise TraceArgumentError(
             f"trace: --tp {given.tp} is not a multiple of --processes "
             f"{given.processes}. Take a multiple."
+        )
+    if given.method == "xla":
+        raise TraceArgumentError(
+            'trace: the method "xla" has no events to trace, because it is plain '
+            "jax.lax. Take another --method."
+        )
+    if given.tp == 1 and given.method != "auto":
+        raise TraceArgumentError(
+            f"trace: --method {given.method} has no effect on --tp 1, which runs the "
+            "GEMM alone. Leave it out, or take --tp 2."
         )
     if not given.shape.divides(given.tp):
         raise TraceArgumentError(
