@@ -211,6 +211,8 @@ def test_one_shot_is_a_candidate_if_it_fits_the_heap(num_ranks, most):
         (["--tokens", "64"], "--tokens 64 is the M of a --model. Add --model."),
         (["--shapes", "33x48x80"], "shape 33x48x80 does not divide into 2 ranks"),
         (["--model", "llama3-70b", "--tokens", "3"], "3x8192x10240 does not divide"),
+        (["--tp", "1", "--allow-pallas"], "--tp 1 tunes GEMMs without communication"),
+        (["--dtypes", "f32", "--allow-pallas"], "multiplies bfloat16 and float16 only"),
         (
             ["--model", "llama3-70b", "--shapes", "32x48x80"],
             "--shapes and --model exclude each other",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The compute capability of Hopper GPUs. Only these have the instructions that the
 # kernel uses (wgmma).
 _HOPPER = "9.0"
-_DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")
 # The kernel loads its operands in steps of _TILE_K columns, _STEPS of them in flight.
 # The operands of all `PALLAS_TILES` then fit into the 227 KiB of shared memory.
 _TILE_K = 64
@@ -56,8 +56,8 @@ def why_not(
     capability = str(getattr(devices[0], "compute_capability", "unknown"))
     if capability != _HOPPER:
         return f"it needs compute capability {_HOPPER}, not {capability}"
-    if str(dtype) not in _DTYPES:
-        return f"it multiplies {' and '.join(_DTYPES)}, not {dtype}"
+    if str(dtype) not in DTYPES:
+        return f"it multiplies {' and '.join(DTYPES)}, not {dtype}"
     if jax.process_count() > 1:
         return f"it needs all GPUs in one process, not in {jax.process_count()}"
     if num_ranks < 2 or list(devices) != jax.devices():

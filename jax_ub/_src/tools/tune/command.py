@@ -14,6 +14,7 @@ from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError, UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice, PallasTiles
 from jax_ub._src.output import format_row
+from jax_ub._src.primitives import pallas
 from jax_ub._src.runtime import cuda_engine, settings, tuned_file
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub._src.tools import command_line, devices
@@ -70,6 +71,9 @@ def command(given: argparse.Namespace) -> int:
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
+    dtypes = [BY_SHORT_NAME[name] for name in given.dtypes]
+    if given.allow_pallas:
+        _check_has_pallas(given.tp, dtypes)
     is_cuda = _start(given.platform, given.tp)
     if given.allow_pallas and not is_cuda:
         raise UnsupportedOverlapError(
@@ -82,8 +86,8 @@ def command(given: argparse.Namespace) -> int:
     command_line.say(given, f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
     wanted = dict.fromkeys(
         case
-        for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
-        for case in cases(shape, num_ranks, BY_SHORT_NAME[name], is_cuda)
+        for num_ranks, dtype, shape in itertools.product(given.tp, dtypes, shapes)
+        for case in cases(shape, num_ranks, dtype, is_cuda)
     )
     num_candidates = 0
     for case in command_line.progress("tune", list(wanted)):
@@ -116,6 +120,19 @@ def command(given: argparse.Namespace) -> int:
     )
     command_line.write(given, tuned_file.as_json({here: found}))
     return 0
+
+
+def _check_has_pallas(tp, dtypes):
+    """Raises an error if no case with these options has JAX's kernel as a candidate."""
+    reason = ""
+    if set(tp) == {1}:
+        reason = "--tp 1 tunes GEMMs without communication"
+    elif not set(dtypes) & set(pallas.DTYPES):
+        reason = f"its kernel multiplies {' and '.join(pallas.DTYPES)} only"
+    if reason:
+        raise UnsupportedOverlapError(
+            f"tune: --allow-pallas has no effect, because {reason}. Leave it out."
+        )
 
 
 def _read_output(given):
