@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import jax_ub
 from jax_ub._src.tools.launch import parts
 
@@ -29,6 +31,30 @@ def test_programs_run_with_the_options_of_the_launcher(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [f"[{process}] 1 error::UserWarning" for process in range(2)]
     assert sorted(done.stdout.splitlines()) == lines
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-IBOObq", "-Xint_max_str_digits=5000", "-Xno_debug_ranges"),
+        ("-EsPd", "-Xdev", "-Xutf8", "-Wignore", "-We:some text:UserWarning"),
+    ],
+    ids=["isolated", "dev"],
+)
+def test_all_options_of_python_are_passed_on(options):
+    facts = "print(sys.flags, sys._xoptions, list(dict.fromkeys(sys.warnoptions)))"
+    text = (
+        f"import sys; {facts}; sys.path.insert(0, {str(ROOT)!r}); "
+        "from jax_ub._src.tools.launch import parts; print(*parts.python(), sep='\\n')"
+    )
+    first, *python = output_of([sys.executable, *options, "-c", text])
+    assert [first] == output_of([*python, "-c", f"import sys; {facts}"])
+
+
+def output_of(command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_launcher_leaves_no_file_open(tmp_path):

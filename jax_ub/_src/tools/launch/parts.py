@@ -19,6 +19,14 @@ from jax_ub._src.tools.command_line import positive
 from jax_ub._src.tools.launch import supervisor
 
 MOST = 4096  # processes or devices, far more than one machine can run
+# The letters of Python's options, by the field of `sys.flags` with their number. The
+# options that make Python interactive are left out.
+_OPTIONS = {
+    **{"isolated": "I", "ignore_environment": "E", "no_user_site": "s"},
+    **{"safe_path": "P", "no_site": "S", "dont_write_bytecode": "B"},
+    **{"optimize": "O", "bytes_warning": "b", "debug": "d"},
+    **{"verbose": "v", "quiet": "q"},
+}
 
 
 class LaunchError(UbError, ValueError):
@@ -49,9 +57,15 @@ def count(text: str) -> int:
 
 def python() -> list[str]:
     """Returns the command of this interpreter with its options, such as `-W error`."""
-    # The function is private. `multiprocessing` builds its commands by it, too.
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *options]
+    letters = (each * getattr(sys.flags, name) for name, each in _OPTIONS.items())
+    # The documentation of `sys` has `_xoptions`, and no public name for these options.
+    implementation = [
+        f"-X{name}" if value is True else f"-X{name}={value}"
+        for name, value in sys._xoptions.items()
+    ]
+    warnings = (f"-W{each}" for each in sys.warnoptions)
+    options = (f"-{each}" for each in letters if each)
+    return [sys.executable, *options, *implementation, *warnings]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
