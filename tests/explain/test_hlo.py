@@ -3,7 +3,7 @@
 import pytest
 
 from jax_ub._src.tools.explain import hlo
-from jax_ub._src.tools.explain.hlo import Pair
+from jax_ub._src.tools.explain.hlo import Collective
 from jax_ub._src.tools.explain.instructions import group_size_and_axes, named_mesh_in
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -31,6 +31,20 @@ metadata={op_name="jit(step)/up/all_gather"}
   ROOT %last = f32[2,4]{1,0} all-reduce(%sum.1), GROUPS, to_apply=%sum
 }
 """
+
+
+def collectives(text, mesh=None):
+    return list(hlo.collectives(text, mesh))
+
+
+def with_dots(found):
+    return [one for one in found if one.could_be]
+
+
+def without_dots(found):
+    return [one.kind for one in found if not one.could_be]
+
+
 MESH = {"dp": 2, "tp": 4}
 GROUPS = {
     "listed": "replica_groups={{0,1,2,3},{4,5,6,7}}",
@@ -41,28 +55,34 @@ GROUPS = {
 
 @pytest.mark.parametrize("text", GROUPS.values(), ids=GROUPS)
 def test_pairs_are_found_through_converts_and_transposes(text):
-    found = hlo.collectives(TEXT.replace("GROUPS", text), MESH)
-    sizes, axes = (8, 4 * 6, 4), ("tp",)
-    assert found.pairs == (
-        Pair(
-            *("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
+    found = collectives(TEXT.replace("GROUPS", text), MESH)
+    assert with_dots(found) == [
+        Collective(
+            *("jit(step)/up/all_gather", "all-gather", 4, 48, "f32"),
+            axes=("tp",),
+            could_be="all_gather_matmul",
             sizes=(8, 4, 4 * 6),
-            dtype="f32",
-            axes=axes,
         ),
-        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, sizes, "f32", axes=axes),
-        Pair(
-            *("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, sizes, "f32"),
-            axes=axes,
+        Collective(
+            *("r", "all-reduce", 4, 192, "f32"),
+            axes=("tp",),
+            could_be="matmul_all_reduce",
+            sizes=(8, 4 * 6, 4),
         ),
-    )
-    assert {pair.itemsize for pair in found.pairs} == {4}
-    assert found.others == {"all-to-all": 1, "all-reduce": 1}
+        Collective(
+            *("s", "reduce-scatter", 4, 96, "f32"),
+            axes=("tp",),
+            could_be="matmul_reduce_scatter",
+            sizes=(8, 4 * 6, 4),
+        ),
+    ]
+    assert {pair.itemsize for pair in with_dots(found)} == {4}
+    assert without_dots(found) == ["all-to-all", "all-reduce"]
 
 
 def test_collective_with_unknown_groups_moves_no_bytes():
-    found = hlo.collectives(TEXT.replace(", GROUPS", ""))
-    assert {(pair.num_ranks, pair.moved_bytes) for pair in found.pairs} == {(1, 0)}
+    found = collectives(TEXT.replace(", GROUPS", ""))
+    assert {(one.num_ranks, one.moved_bytes) for one in found} == {(1, 0)}
 
 
 DOTS = {
@@ -89,7 +109,7 @@ def test_sizes_are_global(dot, expected):
   ROOT %y = {dot}, custom_call_target="a_gemm"
 }}
 """
-    [pair] = hlo.collectives(text).pairs
+    [pair] = with_dots(collectives(text))
     assert pair.sizes == expected
     # The gathered array is an argument of the program.
     assert pair.is_of_kernel is dot.startswith("f32[6,8] dot(%w, %g)")
@@ -127,7 +147,7 @@ StackFrames
 def test_source_is_the_line_of_the_user(metadata, source):
     named = f'metadata={{op_name="jit(step)/up/all_gather" {metadata}}}'
     text = TEXT.replace('metadata={op_name="jit(step)/up/all_gather"}', named)
-    assert hlo.collectives(FRAMES + text).pairs[0].source == source
+    assert collectives(FRAMES + text)[0].source == source
 
 
 @pytest.mark.parametrize(
@@ -154,9 +174,9 @@ ENTRY %main (x: f32[8,4], w: f32[4,6]) -> f32[8,6] {{
   ROOT %r = f32[8,6] all-reduce(%z), replica_groups=[1,4]<=[4], to_apply=%reduced
 }}
 """
-    assert hlo.collectives(text) == hlo.Found((), {"all-reduce": 1})
+    assert without_dots(collectives(text)) == ["all-reduce"]
     pure = text.replace(reduction, "add").replace(operation, "copy")
-    assert len(hlo.collectives(pure).pairs) == 1
+    assert len(with_dots(collectives(pure))) == 1
 
 
 def _tuple(texts):
@@ -195,7 +215,7 @@ def test_each_array_of_a_combined_collective_is_a_pair(kind, num_arrays):
             for i, m in enumerate(sizes)
         ]
         lines += dots
-    pairs = hlo.collectives("\n".join([*lines, "}"])).pairs
+    pairs = with_dots(collectives("\n".join([*lines, "}"])))
     assert [pair.scope for pair in pairs] == [
         f"layer{i}/dot" for i in range(num_arrays)
     ]
@@ -219,11 +239,14 @@ def test_arrays_that_are_combined_with_a_pair_are_unpaired(is_argument):
   ROOT %y = f32[8,6] dot(%x, %v), lhs_contracting_dims={{1}}
 }}
 """
-    found = hlo.collectives(text)
-    assert [pair.is_of_kernel for pair in found.pairs] == [True]
-    expected = ("step/bias", "all-gather", 3 * 3 * 4, ("tp",), is_argument, False)
-    assert found.unpaired == (hlo.Unpaired(*expected),)
-    assert found.others == {}
+    pair, bias = collectives(text)
+    assert (pair.could_be, pair.is_of_kernel) == ("all_gather_matmul", True)
+    assert bias == Collective(
+        *("step/bias", "all-gather", 4, 3 * 3 * 4, "f32"),
+        axes=("tp",),
+        num_combined=2,
+        is_of_kernel=is_argument,
+    )
 
 
 PERMUTE = "source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"
@@ -260,8 +283,7 @@ def test_mesh_axes_are_found_from_devices(text, expected):
     ],
 )
 def test_collectives_of_single_devices_are_ignored(groups):
-    found = hlo.collectives(TEXT.replace("GROUPS", groups), {"dp": 1, "tp": 8})
-    assert found == hlo.Found((), {})
+    assert not collectives(TEXT.replace("GROUPS", groups), {"dp": 1, "tp": 8})
 
 
 def test_unknown_mesh_leaves_the_axes_unknown():
@@ -281,10 +303,12 @@ def test_all_to_all_is_a_reshard_if_the_program_does_not_contain_it(primitive):
 backend_config={{label = "all_gather_matmul (ub_name 'up')", method = 0 : i64}}
 }}
 """
-    found = hlo.collectives(text.replace("GROUPS", GROUPS["mesh"]))
-    expected = hlo.Reshard("up", "all-to-all", 96, "f32", "", ("tp",))
-    assert found.reshards == ((expected,) if primitive == "reshard" else ())
+    (found,) = collectives(text.replace("GROUPS", GROUPS["mesh"]))
+    is_reshard = primitive == "reshard"
+    scope = "up" if is_reshard else f"f/{primitive}"
+    expected = (scope, "all-to-all", 4, 96, "f32")
+    assert found == Collective(*expected, axes=("tp",), is_reshard=is_reshard)
 
 
 def test_program_without_collectives_has_no_pairs():
-    assert hlo.collectives("") == hlo.Found((), {})
+    assert not collectives("")

@@ -27,7 +27,6 @@ from jax_ub._src.tools.command_line import (
     split_program,
 )
 from jax_ub._src.tools.explain import hlo, program
-from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.trace.traces import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
@@ -82,16 +81,10 @@ def command(given: argparse.Namespace) -> int:
             "--xla_dump_to, and switch off the persistent compilation cache, with "
             "which XLA compiles nothing."
         )
-    machine = find_hardware(given.hardware)
-    found = [hlo.collectives(text) for text in texts]
-    axes = program.tensor_axes(lowered, [])
+    found = [one for text in texts for one in hlo.collectives(text)]
     waits = traced.trace.exposed_by_op_s() if traced.trace else {}
-    rows = [
-        *program.call_rows(lowered, machine, waits, {}),
-        *program.xla_rows(found, machine, lowered, axes),
-    ]
     name = pathlib.Path(script).name
-    table = program.table_of(name, rows, found, given.hardware, lowered, axes)
+    table = program.table_of(name, lowered, found, given.hardware, waits)
     if jax.process_index() == 0:  # in a job, the other processes print nothing
         command_line.say(given, str(table))
         command_line.write(given, table.as_json())

@@ -1,10 +1,9 @@
 """Finds XLA's own collectives, and the dots next to them, in optimized HLO text."""
 
-import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from jax_ub._src.tools.explain.instructions import (
     MAX_STEPS,
@@ -50,202 +49,207 @@ _MOVES = PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tup
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """A collective of XLA and an adjacent dot, which one jax_ub call could replace.
+class Collective:
+    """A collective of XLA, or one of the arrays that XLA has combined in it.
 
-    `scope` is the collective's name stack. Each of the `num_ranks` devices of a group
-    sends `moved_bytes`. `sizes` are the global M, K and N of the function `could_be`,
-    or None if the HLO text does not contain them. `dtype` is that of the dot's
-    operands, and `source` is the line of the user's code, or "" if it is unknown.
-    `axes` are the mesh axes of a group, empty if unknown. `is_of_kernel` is whether the
-    collective sums a gradient in the backward pass, or gathers an argument of the
-    program that is the right operand of the dot. `sums_parameter_gradient` is whether
-    the array has the shape of an argument of the program, and no argument is an operand
-    of the dot: it is x^T dy, which no call of jax_ub sums. XLA has combined
-    `num_combined` arrays, of which this is one, in the collective.
+    If it is next to a dot, one jax_ub call could replace both.
+
+    Attributes:
+        scope: the JAX name stack of the collective.
+        kind: HLO opcode, such as "all-gather".
+        num_ranks: number of devices in a group.
+        moved_bytes: bytes that each device of a group sends.
+        dtype: dtype of the dot's operands, or of the array if there is no dot.
+        source: line of the user's code, or "" if it is unknown.
+        axes: mesh axes of a group, empty if unknown.
+        num_combined: number of arrays that XLA has combined, of which this is one.
+        could_be: function that could replace the collective and the dot; "" without
+            a dot.
+        sizes: global M, K and N of this function, or None if the HLO text does not
+            contain them.
+        is_of_kernel: whether the collective sums a gradient in the backward pass, or
+            gathers an argument of the program that is the right operand of the dot.
+            Also true for combined arrays without a dot that are such a gradient or any
+            argument of the program.
+        sums_parameter_gradient: whether the array has the shape of an argument of the
+            program, and no argument is an operand of the dot: it is x^T dy, which no
+            call of jax_ub sums. Also true for other gradients that XLA has combined
+            with such an array, such as those of biases.
+        is_reshard: whether XLA has added the collective where a call of jax_ub expects
+            another sharding. `scope` is then the name of the call.
+        gathered: shape of the result of an all-gather without a dot whose operand is
+            no argument of the program.
     """
 
     scope: str
-    collective: str
-    could_be: str
+    kind: str
     num_ranks: int
     moved_bytes: int
-    sizes: tuple[int, int, int] | None
     dtype: str
     source: str = ""
     axes: tuple[str, ...] = ()
+    num_combined: int = 1
+    could_be: str = ""
+    sizes: tuple[int, int, int] | None = None
     is_of_kernel: bool = False
     sums_parameter_gradient: bool = False
-    num_combined: int = 1
+    is_reshard: bool = False
+    gathered: tuple[int, ...] = ()
 
     @property
     def itemsize(self) -> int:
         return bits(self.dtype) // 8
 
-
-@dataclasses.dataclass(frozen=True)
-class Unpaired:
-    """An array with no dot next to it, which XLA sends in one collective with others.
-
-    For example, the gradient of a bias, combined with arrays of pairs. The fields are
-    as in `Pair`, except that `is_of_kernel` is also true for other arguments of the
-    program that are gathered. `sums_parameter_gradient` is whether such a gradient is
-    among the combined arrays.
-    """
-
-    scope: str
-    collective: str
-    moved_bytes: int
-    axes: tuple[str, ...]
-    is_of_kernel: bool
-    sums_parameter_gradient: bool
+    def is_reshard_over(self, axes: Collection[str] | None) -> bool:
+        return self.is_reshard and not set(self.axes).isdisjoint(axes or ())
 
 
-@dataclasses.dataclass(frozen=True)
-class Reshard:
-    """A collective that XLA adds where a call of jax_ub expects another sharding.
-
-    `call` is the name of the call. The other fields are as in `Pair`.
-    """
-
-    call: str
-    collective: str
-    moved_bytes: int
-    dtype: str
-    source: str
-    axes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The collectives of XLA in a compiled program, paired with dots where possible.
-
-    `others` has the number of collectives without an adjacent dot, by opcode.
-    `gathered` has the results' shapes of those all-gathers among them whose operand is
-    no argument of the program, and `reshards` has those that XLA adds next to a call.
-    `unpaired` has the arrays of combined collectives of which others are in `pairs`.
-    """
-
-    pairs: tuple[Pair, ...]
-    others: dict[str, int]
-    gathered: tuple[tuple[int, ...], ...] = ()
-    reshards: tuple[Reshard, ...] = ()
-    unpaired: tuple[Unpaired, ...] = ()
-
-
-def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
+def collectives(
+    text: str, mesh: Mapping[str, int] | None = None
+) -> Iterator[Collective]:
     """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
     An all-gather is paired with the nearest dot that uses its result, a reduction with
-    the nearest dot whose result it sums. If XLA has combined several collectives, each
-    array that is next to a dot has a pair, and the others are unpaired.
+    the nearest dot whose result it sums. If XLA has combined several collectives, and
+    one of the arrays is next to a dot, yields a `Collective` for each array.
 
     Args:
         text: the HLO text.
         mesh: the sizes of the mesh axes. None takes those that the text names.
     """
     program = _Program(_COMMENT.sub("", text), mesh or named_mesh_in(text))
-    pairs: list[Pair] = []
-    gathered: list[tuple[int, ...]] = []
-    reshards: list[Reshard] = []
-    unpaired: list[Unpaired] = []
-    others: collections.Counter[str] = collections.Counter()
-    for one, body in program.collectives():
-        dots = program.dots(one, body)
-        if any(dots):
-            found = program.pairs(one, body, dots)
-            pairs += found
-            unpaired += program.unpaired(one, body, dots, found)
-            continue
-        others[one.kind] += 1
-        if one.kind == "all-gather" and not program.gathers_argument(one, body):
-            gathered.append(tuple(one.arrays[0][1]))
-        reshards += program.reshards(one, body)
-    return Found(
-        tuple(pairs), dict(others), tuple(gathered), tuple(reshards), tuple(unpaired)
-    )
+    for instructions in program.computations.values():
+        body = Body(instructions)
+        for one in instructions.values():
+            if one.kind in _COLLECTIVES and communicates(one.text):
+                yield from program.collectives(one, body)
 
 
 class _Program:
     """The HLO of a compiled program, to find dots and calls next to a collective."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
-        self._computations = dict(computations(text))
+        self.computations = dict(computations(text))
         self._lines = SourceLines(text)
         self._mesh = mesh
         # {computation: its first dot}, for the computations that contain a dot.
         self._dots = {
             name: dot_of(one, body)
-            for name, body in self._computations.items()
+            for name, body in self.computations.items()
             for one in reversed(body.values())
             if multiplies(one)
         }
         self._impure = {
             name
-            for name, body in self._computations.items()
+            for name, body in self.computations.items()
             if not all(o.opcode in _MOVES or multiplies(o) for o in body.values())
         }
         entry = _ENTRY.search(text)
-        self._entry = self._computations.get(entry[1] if entry else "", {})
+        self._entry = self.computations.get(entry[1] if entry else "", {})
         arguments = (o for o in self._entry.values() if o.opcode == "parameter")
         self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
-    def collectives(self) -> Iterator[tuple[Instruction, Body]]:
-        for instructions in self._computations.values():
-            body = Body(instructions)
-            for one in instructions.values():
-                if one.kind in _COLLECTIVES and communicates(one.text):
-                    yield one, body
+    def collectives(self, one: Instruction, body: Body) -> Iterator[Collective]:
+        """Yields a collective, or each of its arrays if there is a dot next to one."""
+        num_ranks, axes = group_size_and_axes(one.text, self._mesh)
+        sent = [_moved_bytes(one.kind, array, num_ranks) for array in one.arrays]
+        whole = Collective(
+            one.op_name or one.name,
+            one.kind,
+            num_ranks,
+            moved_bytes=sum(sent),
+            dtype=one.arrays[0][0] if one.arrays else "",
+            source=self._lines.of(one.text),
+            axes=axes,
+        )
+        users = body.users_by_array(one)
+        dots = self._dots_next_to(one, body, users)
+        if not any(dots):
+            yield self._without_dot(whole, one, body)
+            return
+        found = []
+        # Not strict: if the HLO text does not contain the shapes of all results,
+        # `one.arrays` has fewer entries than the collective has operands.
+        for i, (array, dot) in enumerate(zip(one.arrays, dots, strict=False)):
+            part = dataclasses.replace(
+                whole,
+                moved_bytes=sent[i],
+                dtype=array[0],
+                num_combined=len(one.arrays),
+            )
+            if dot is None:
+                found.append(self._combined(part, one, body, i, users[i]))
+            else:
+                found.append(self._paired(part, one, body, i, users[i], dot))
+        sums_gradient = any(part.sums_parameter_gradient for part in found)
+        for part in found:
+            if part.could_be or not (part.is_of_kernel and sums_gradient):
+                yield part
+            else:
+                yield dataclasses.replace(part, sums_parameter_gradient=True)
 
-    def dots(self, one: Instruction, body: Body) -> list[Dot | None]:
+    def _dots_next_to(self, one, body, users) -> list[Dot | None]:
         """Returns the dot that uses or computes each array of a collective, or None."""
         if one.kind == "all-gather":
-            starts = body.users_by_array(one)
-            return [self._nearest_dot(start, body, body.users) for start in starts]
-        if one.kind not in _COULD_BE or not _may_sum(one, self._computations):
+            return [self._nearest_dot(start, body, body.users) for start in users]
+        if one.kind not in _COULD_BE or not _may_sum(one, self.computations):
             return []
         return [
             self._nearest_dot([name], body, body.operands, self._impure)
             for name in one.operands
         ]
 
-    def pairs(self, one: Instruction, body: Body, dots: list[Dot | None]):
-        """Pairs each array of a collective with its dot in `dots`, if it has one."""
-        # Not strict: if the HLO text does not contain the shapes of all results,
-        # `one.arrays` has fewer entries than the collective has operands.
-        pairs = enumerate(zip(one.arrays, dots, strict=False))
-        return [self._pair(one, body, i, *pair) for i, pair in pairs if pair[1]]
+    def _without_dot(self, whole, one, body) -> Collective:
+        primitive = one.op_name.rpartition("/")[2]
+        if one.kind in _RESHARDS and not primitive.startswith(_RESHARDS[one.kind]):
+            for neighbors in (body.users, body.operands):
+                if call := _nearest_call(one, body, neighbors):
+                    whole = dataclasses.replace(whole, scope=call, is_reshard=True)
+                    break
+        if one.kind == "all-gather" and not self._gathers_argument(one, body):
+            return dataclasses.replace(whole, gathered=tuple(one.arrays[0][1]))
+        return whole
 
-    def unpaired(
-        self,
-        one: Instruction,
-        body: Body,
-        dots: list[Dot | None],
-        pairs: list[Pair],
-    ) -> Iterator[Unpaired]:
-        """Yields an `Unpaired` for each array of a collective that has no dot."""
-        num_ranks, axes = group_size_and_axes(one.text, self._mesh)
-        sums_gradient = any(pair.sums_parameter_gradient for pair in pairs)
-        users = body.users_by_array(one)
-        for i, (array, dot) in enumerate(zip(one.arrays, dots, strict=False)):
-            if dot is not None:
-                continue
-            near = [*_known([*one.operands[i : i + 1], *users[i]], body), one]
-            scope = next((each.op_name for each in near if each.op_name), one.name)
-            if one.kind == "all-gather":
-                is_of_kernel = self.gathers_argument(one, body, i)
-            else:
-                is_of_kernel = "transpose(" in scope
-            yield Unpaired(
-                scope=scope,
-                collective=one.kind,
-                moved_bytes=_moved_bytes(one.kind, array, num_ranks),
-                axes=axes,
-                is_of_kernel=is_of_kernel,
-                sums_parameter_gradient=is_of_kernel and sums_gradient,
+    def _combined(self, part, one, body, index, users) -> Collective:
+        """Returns an array without a dot that is combined with one that has a dot."""
+        near = [*_known([*one.operands[index : index + 1], *users], body), one]
+        scope = next((each.op_name for each in near if each.op_name), one.name)
+        if one.kind == "all-gather":
+            is_of_kernel = self._gathers_argument(one, body, index)
+        else:
+            is_of_kernel = "transpose(" in scope
+        return dataclasses.replace(part, scope=scope, is_of_kernel=is_of_kernel)
+
+    def _paired(self, part, one, body, index, users, dot) -> Collective:
+        """Returns an array of a collective that is next to a dot."""
+        array = one.arrays[index]
+        # The name of a combined collective joins the names of all collectives in it, so
+        # the dot's name and source line are used instead.
+        is_named_by_dot = len(one.arrays) > 1 and dot.instruction.op_name
+        source = dot.instruction if is_named_by_dot else one
+        sums_gradient = False
+        if one.kind == "all-gather":
+            is_right = math.prod(array[1]) == dot.rhs != dot.lhs
+            is_of_kernel = is_right and self._gathers_argument(one, body, index)
+        else:
+            is_of_kernel = dot.instruction.is_in_backward_pass
+            sums_gradient = (
+                is_of_kernel
+                and self._sums_parameter_gradient(array, dot, body)
+                and not self._is_read_by_backward_pass(users, body)
             )
+        return dataclasses.replace(
+            part,
+            scope=source.op_name or one.name,
+            dtype=dot.dtype,
+            source=self._lines.of(source.text),
+            could_be=_COULD_BE[one.kind],
+            sizes=_global_sizes(array, one.kind, dot, part.num_ranks),
+            is_of_kernel=is_of_kernel,
+            sums_parameter_gradient=sums_gradient,
+        )
 
-    def gathers_argument(self, one: Instruction, body: Body, index: int = 0) -> bool:
+    def _gathers_argument(self, one: Instruction, body: Body, index: int = 0) -> bool:
         """Returns whether operand `index` of an all-gather is a program argument."""
         return not one.operands or self._is_argument(one.operands[index], body)
 
@@ -308,23 +312,6 @@ class _Program:
         has_no_dot = one.called not in self._impure and one.called not in self._dots
         return one.opcode == "fusion" and bool(one.called) and has_no_dot
 
-    def reshards(self, one: Instruction, body: Body) -> Iterator[Reshard]:
-        """Yields a `Reshard` if XLA has added collective `one` for a jax_ub call."""
-        primitive = one.op_name.rpartition("/")[2]
-        if one.kind not in _RESHARDS or primitive.startswith(_RESHARDS[one.kind]):
-            return
-        calls = (_nearest_call(one, body, each) for each in (body.users, body.operands))
-        if call := next(filter(None, calls), None):
-            num_ranks, axes = group_size_and_axes(one.text, self._mesh)
-            yield Reshard(
-                call,
-                one.kind,
-                sum(_moved_bytes(one.kind, array, num_ranks) for array in one.arrays),
-                one.arrays[0][0],
-                self._lines.of(one.text),
-                axes,
-            )
-
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
         """Follows `neighbors` from `reached`; returns the nearest dot, or None."""
         for one in body.around(reached, neighbors, impure):
@@ -334,39 +321,6 @@ class _Program:
                 dot = self._dots[one.called]
                 return dataclasses.replace(dot, operands=one.operands)
         return None
-
-    def _pair(self, one, body, index, array, dot):
-        num_ranks, axes = group_size_and_axes(one.text, self._mesh)
-        # The name of a combined collective joins the names of all collectives in it, so
-        # the dot's name and source line are used instead.
-        is_named_by_dot = len(one.arrays) > 1 and dot.instruction.op_name
-        source = dot.instruction if is_named_by_dot else one
-        sums_gradient = False
-        if one.kind == "all-gather":
-            is_right = math.prod(array[1]) == dot.rhs != dot.lhs
-            is_of_kernel = is_right and self.gathers_argument(one, body, index)
-        else:
-            is_of_kernel = dot.instruction.is_in_backward_pass
-            users = body.users_by_array(one)[index]
-            sums_gradient = (
-                is_of_kernel
-                and self._sums_parameter_gradient(array, dot, body)
-                and not self._is_read_by_backward_pass(users, body)
-            )
-        return Pair(
-            scope=source.op_name or one.name,
-            collective=one.kind,
-            could_be=_COULD_BE[one.kind],
-            num_ranks=num_ranks,
-            moved_bytes=_moved_bytes(one.kind, array, num_ranks),
-            sizes=_global_sizes(array, one.kind, dot, num_ranks),
-            dtype=dot.dtype,
-            source=self._lines.of(source.text),
-            axes=axes,
-            is_of_kernel=is_of_kernel,
-            sums_parameter_gradient=sums_gradient,
-            num_combined=len(one.arrays),
-        )
 
 
 def _may_sum(one, computations):

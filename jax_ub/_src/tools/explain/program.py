@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 
 # Identifies a call whose executions are counted: the call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
-_LOOP = "in a loop"
 # Primitives by which plain JAX replaces a call, and their names in the table.
 _FALLEN = {"dot_general": "dot", "all_to_all": "all-to-all"}
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
@@ -73,21 +73,16 @@ def explain(
         TraceError: if `trace` is a recording whose block has not ended.
     """
     arguments.check_function("explain", "fn", fn)
-    machine = report.find_hardware(hardware)
+    report.find_hardware(hardware)  # fails before the program is compiled
     program, arrays = _as_new_function(fn, args, kwargs)
     traced = program.trace(*arrays)
     with recording() as lowered:
         text = compiled_text(traced)
     jaxpr = traced.jaxpr.jaxpr
-    found = hlo.collectives(text, _mesh_of(jaxpr, arrays))
-    axes = tensor_axes(lowered, arrays)
-    rows = [
-        *call_rows(lowered, machine, report.read_waits(trace), _count(jaxpr)),
-        *xla_rows([found], machine, lowered, axes),
-        *_other_fallbacks(jaxpr, found.pairs),
-    ]
+    found = list(hlo.collectives(text, _mesh_of(jaxpr, arrays)))
     name = getattr(fn, "__name__", "").strip("<>") or "program"
-    return table_of(name, rows, [found], hardware, lowered, axes)
+    waits = report.read_waits(trace)
+    return table_of(name, lowered, found, hardware, waits, arrays, jaxpr)
 
 
 def compiled_text(traced: jax.stages.Traced) -> str:
@@ -141,15 +136,13 @@ def _mesh_of(jaxpr, arrays) -> Mapping[str, int]:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh.shape
-    for equation, _ in equations(jaxpr, 1):
+    for equation, _ in equations(jaxpr):
         if equation.primitive.name == "shard_map":
             return equation.params["mesh"].shape
     return {}
 
 
-def tensor_axes(
-    lowered: Sequence[LoweredCall], arrays: Sequence[Any]
-) -> Collection[str] | None:
+def _tensor_axes(lowered, arrays) -> Collection[str] | None:
     """Returns the mesh axes of tensor parallelism, or None if they are unknown.
 
     These are the axes of jax_ub's calls. A program without calls shards its batch,
@@ -166,33 +159,43 @@ def tensor_axes(
 
 def table_of(
     name: str,
-    rows: Sequence[Row],
-    found: Sequence[hlo.Found],
-    hardware: HardwareLike,
     lowered: Sequence[LoweredCall],
-    axes: Collection[str] | None,
+    found: Sequence[hlo.Collective],
+    hardware: HardwareLike,
+    waits: Waits,
+    arrays: Sequence[Any] = (),
+    jaxpr: core.Jaxpr | None = None,
 ) -> Table:
-    """Returns the table that `explain` prints: `rows`, with a title and notes.
+    """Returns the table that `explain` prints.
 
-    Most notes are about XLA's collectives that have no row: `found` has all collectives
-    of each compiled program. `lowered` are the calls of jax_ub, and `axes` the mesh
-    axes of tensor parallelism.
+    Args:
+        name: the program's name.
+        lowered: its calls of jax_ub.
+        found: all collectives of XLA in it.
+        hardware: predicts times for this machine.
+        waits: measured waiting times.
+        arrays: its arguments, if they are known.
+        jaxpr: its jaxpr, if it is known. Otherwise a call counts as often as it is
+            lowered, and calls that became plain JAX while the program was traced are
+            listed only if XLA communicates next to them.
     """
+    machine, axes = report.find_hardware(hardware), _tensor_axes(lowered, arrays)
+    counts = {} if jaxpr is None else _count(jaxpr)
+    rows = [
+        *call_rows(lowered, machine, waits, counts),
+        *_xla_rows(found, machine, lowered, axes),
+        *(() if jaxpr is None else _other_fallbacks(jaxpr, found)),
+    ]
     linears = [row for row in rows if not row.is_collective]
     on = sum(row.overlapped for row in linears)
-    title = f"{name}: no linears"
-    if linears:
-        title = f"{name}: {on} of {len(linears)} overlapped"
-    table = Table(tuple(rows), title)
+    title = f"{name}: {on} of {len(linears)} overlapped"
     notes = []
-    if table.custom_call_flops:
-        total = format_count(table.custom_call_flops, "FLOP")
+    if flops := Table(tuple(rows)).custom_call_flops:
+        total = format_count(flops, "FLOP")
         notes.append(f"custom calls: {total} a rank, which cost_analysis() counts as 0")
     notes += report.collective_notes(found, lowered, axes)
-    return dataclasses.replace(
-        table,
-        notes=(*notes, *report.assumption(hardware, rows)),
-        hardware=report.other_machine(report.find_hardware(hardware)),
+    return report.table_on(
+        hardware, rows, title if linears else f"{name}: no linears", notes
     )
 
 
@@ -200,12 +203,12 @@ def call_rows(
     lowered: Sequence[LoweredCall],
     machine: Hardware,
     waits: Waits,
-    counts: Mapping[_CallSite, int | None],
+    counts: Mapping[_CallSite, float],
 ) -> Iterator[Row]:
     """Yields a table row for each distinct call of jax_ub in a program.
 
-    `counts` has how often calls run, or None if this is unknown. A call that is not in
-    it counts as often as it is lowered.
+    `counts` has how often calls run, as `_count` returns it. A call that is not in it
+    counts as often as it is lowered.
     """
     groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
@@ -214,6 +217,7 @@ def call_rows(
     for (call, operands, method, reason, tiles), equal in groups.items():
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
+        dtypes = _multiplied(call, operands)
         # The time of the requested method is predicted, because "auto" may select
         # another method on the predicted machine than on this one.
         prediction = simulate.estimate(
@@ -223,12 +227,15 @@ def call_rows(
             K=max(K, 1),
             N=max(N, 1),
             P=num_ranks,
-            dtype=max(_multiplied(call, operands), key=lambda dtype: dtype.itemsize),
+            dtype=max(dtypes, key=lambda dtype: dtype.itemsize),
             hardware=machine,
             gathered_dtype=call.gathered_dtype(*operands),
         )
         count = counts.get((call, operands), len(equal))
-        notes = ["" if count == 1 else f"x {_LOOP if count is None else count}"]
+        if count == math.inf:
+            notes, count = ["x in a loop"], len(equal)
+        else:
+            notes, count = ["" if count == 1 else f"x {count}"], int(count)
         notes.append("nothing to communicate" if num_ranks == 1 else "")
         notes.append(call.execution.replicated)
         if tiles is not None:
@@ -251,7 +258,7 @@ def call_rows(
             note=", ".join(filter(None, notes)),
             flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,
             count=count or len(equal),
-            dtype=_dtype_of(call, operands),
+            dtype=" x ".join(_SHORT_NAMES.get(each, each.name) for each in dtypes),
         )
 
 
@@ -266,17 +273,11 @@ def _why_sequential(call):
     return f'method = "external" ({source}) communicates before or after the GEMM'
 
 
-def _dtype_of(call, operands):
-    """Returns the dtypes of the operands of a call's GEMM, such as "e5m2 x e4m3".
+def _multiplied(call, operands):
+    """Returns the distinct dtypes of the operands of a call's GEMM.
 
     For a call without a GEMM, it is the dtype of the array that is sent.
     """
-    found = _multiplied(call, operands)
-    return " x ".join(_SHORT_NAMES.get(dtype, dtype.name) for dtype in found)
-
-
-def _multiplied(call, operands):
-    """Returns the distinct dtypes of which `_dtype_of` returns the names."""
     if call.has_scales:
         multiplied = operands[: call.num_scales]
     else:
@@ -284,78 +285,69 @@ def _multiplied(call, operands):
     return list(dict.fromkeys(each.dtype for each in multiplied))
 
 
-def xla_rows(
-    found: Sequence[hlo.Found],
-    machine: Hardware,
-    lowered: Sequence[LoweredCall],
-    axes: Collection[str] | None,
-) -> Iterator[Row]:
+def _xla_rows(found, machine, lowered, axes) -> Iterator[Row]:
     """Yields a row for each collective of XLA that jax_ub could overlap or avoid.
 
-    Pairs to which a call in `lowered` fell back are left out, because `call_rows` has
-    the call. Collectives of data parallelism, along other mesh axes than `axes`, are
-    left out, unless `axes` is None.
+    Collectives to which a call in `lowered` fell back are left out, because `call_rows`
+    has the call. Collectives of data parallelism, along other mesh axes than `axes`,
+    are left out, unless `axes` is None.
     """
-    pairs = [pair for one in found for pair in one.pairs]
-    pairs = [pair for pair in pairs if not report.note_of(pair, axes)]
-    yield from _pair_rows(pairs, machine, lowered)
-    reshards = [one for each in found for one in each.reshards]
-    for one, count in collections.Counter(reshards).items():
-        if one.collective != "all-gather" and set(one.axes) & set(axes or ()):
-            yield Row(
-                scope=one.call,
-                op=one.collective,
-                overlapped=False,
-                method="xla",
-                reason=_RESHARDED,
-                moved_bytes=one.moved_bytes,
-                note=f"x {count}" if count > 1 else "",
-                count=count,
-                dtype=one.dtype,
-                source=one.source,
-                axis=", ".join(one.axes),
-            )
-
-
-def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
     listed = {Fallback(one.call.label, one.reason) for one in lowered if one.reason}
+    pairs = (one for one in found if one.could_be and not report.note_of(one, axes))
     groups = collections.Counter(map(_split_scope, pairs))
     for (pair, fallback, repeated), count in groups.items():
         if fallback in listed:
             continue
-        names = (pair.collective, "dot")
-        is_gather = pair.collective == "all-gather"
-        seconds = flops = None
-        if pair.sizes is not None:
-            M, K, N = pair.sizes
-            flops = 2 * M * K * N // max(pair.num_ranks, 1)
-            if pair.itemsize in ITEMSIZES:
-                # The program's own collective sends partial sums in the dtype of its
-                # array, whereas the method "xla" sends them in f32.
-                seconds = simulate.estimate(
-                    *(pair.could_be, "xla", M, K, N, pair.num_ranks),
-                    dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
-                    hardware=machine,
-                ).serial_s
+        is_gather = pair.kind == "all-gather"
         could_be = f"XLA's own: could be one ub.{pair.could_be}"
-        notes = [f"x {count}" if count > 1 else "", repeated]
+        combined = ""
         if pair.num_combined > 1:
-            notes.append(f"one of {pair.num_combined} arrays of a collective")
-        yield Row(
-            scope=pair.scope,
-            op=" + ".join(names if is_gather else reversed(names)),
-            overlapped=False,
-            method="xla",
+            combined = f"one of {pair.num_combined} arrays of a collective"
+        yield dataclasses.replace(
+            _xla_row(pair, count, [repeated, combined]),
+            op=f"{pair.kind} + dot" if is_gather else f"dot + {pair.kind}",
             reason=fallback.reason if fallback else could_be,
-            moved_bytes=pair.moved_bytes,
-            predicted_s=seconds,
-            note=", ".join(filter(None, notes)),
-            flops=flops,
-            count=count,
-            dtype=pair.dtype,
-            source=pair.source,
-            axis=", ".join(pair.axes),
+            **_cost(pair, machine),
         )
+    reshards = (one for one in found if one.is_reshard_over(axes))
+    for one, count in collections.Counter(reshards).items():
+        if one.kind != "all-gather":
+            yield _xla_row(one, count)
+
+
+def _xla_row(one, count, notes=()):
+    counted = f"x {count}" if count > 1 else ""
+    return Row(
+        one.scope,
+        one.kind,
+        overlapped=False,
+        method="xla",
+        reason=_RESHARDED,
+        moved_bytes=one.moved_bytes,
+        note=", ".join(filter(None, [counted, *notes])),
+        count=count,
+        dtype=one.dtype,
+        source=one.source,
+        axis=", ".join(one.axes),
+    )
+
+
+def _cost(pair, machine) -> dict[str, Any]:
+    """Returns the FLOPs and the predicted seconds of a collective and its dot."""
+    if pair.sizes is None:
+        return {}
+    M, K, N = pair.sizes
+    flops = 2 * M * K * N // max(pair.num_ranks, 1)
+    if pair.itemsize not in ITEMSIZES:
+        return {"flops": flops}
+    # The program's own collective sends partial sums in the dtype of its array, whereas
+    # the method "xla" sends them in f32.
+    prediction = simulate.estimate(
+        *(pair.could_be, "xla", M, K, N, pair.num_ranks),
+        dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
+        hardware=machine,
+    )
+    return {"flops": flops, "predicted_s": prediction.serial_s}
 
 
 def _split_scope(pair):
@@ -372,15 +364,15 @@ def _split_scope(pair):
     return dataclasses.replace(pair, scope=scope), fallback, reason
 
 
-def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
+def _other_fallbacks(jaxpr, found) -> Iterator[Row]:
     """Yields a table row for each call that runs as plain JAX and has no row yet.
 
     These are calls whose dot has no collective next to it, for example on one rank, and
-    partial sums that are sent as FP8. Calls in `pairs`, whose dot has a collective,
-    already have rows.
+    partial sums that are sent as FP8. Calls whose dot is next to a collective in
+    `found` already have rows.
     """
-    known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
-    for equation, _ in equations(jaxpr, 1):
+    known = {lowering_log.fallback_in(one.scope) for one in found if one.could_be}
+    for equation, _ in equations(jaxpr):
         op = _FALLEN.get(equation.primitive.name)
         if op is None:
             continue
@@ -405,34 +397,33 @@ def _scope(stack, label):
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
 
-def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, int | None]:
-    """Returns how many times a jaxpr runs each jax_ub call; None in a while loop."""
-    counts: dict[_CallSite, int | None] = {}
-    for equation, times in equations(jaxpr, 1):
+def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, float]:
+    """Returns how many times a jaxpr runs each jax_ub call; inf in a while loop."""
+    counts: dict[_CallSite, float] = collections.defaultdict(int)
+    for equation, times in equations(jaxpr):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
-            before = counts.get((call, operands), 0)
-            is_unknown = times is None or before is None
-            counts[call, operands] = None if is_unknown else before + times
+            counts[call, operands] += times
     return counts
 
 
-def equations(jaxpr, times):
+def equations(
+    jaxpr: core.Jaxpr, times: float = 1
+) -> Iterator[tuple[core.JaxprEqn, float]]:
     """Yields each equation, also of nested jaxprs, and how often it runs.
 
-    The number is None inside a while loop.
+    The number is inf inside a while loop.
     """
     for equation in jaxpr.eqns:
         yield equation, times
         inner = times
-        if equation.primitive.name == "scan" and times is not None:
-            inner = times * equation.params["length"]
+        if equation.primitive.name == "scan":
+            length = equation.params["length"]
+            inner = length and times * length  # not 0 * inf
         elif equation.primitive.name == "while":
-            inner = None
-        for value in equation.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, core.ClosedJaxpr):
-                    yield from equations(one.jaxpr, inner)
-                elif isinstance(one, core.Jaxpr):
-                    yield from equations(one, inner)
+            inner = math.inf
+        for leaf in jax.tree.leaves(equation.params):
+            nested = getattr(leaf, "jaxpr", leaf)  # of a ClosedJaxpr
+            if isinstance(nested, core.Jaxpr):
+                yield from equations(nested, inner)

@@ -23,7 +23,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.lowering_log import LoweredCall
 from jax_ub._src.output import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
-from jax_ub._src.tools.explain import hlo
+from jax_ub._src.tools.explain.hlo import Collective
 from jax_ub._src.tools.trace import traces
 from jax_ub._src.tools.trace.traces import Recording, Trace
 
@@ -127,7 +127,7 @@ class Table:
     def __str__(self) -> str:
         """Formats the table as text, and omits most columns that have no values."""
         lines = [self.title] if self.title else []
-        cells = [_cells(row) for row in self.rows]
+        cells = [_cells(row, self.hardware) for row in self.rows]
         if cells:
             header = [
                 name
@@ -135,40 +135,32 @@ class Table:
                 if name in _ALWAYS_SHOWN or any(row[name] for row in cells)
             ]
             rows = [[row[name] for name in header] for row in cells]
-            titles: dict[str, str] = {}
-            if self.hardware:
-                titles["predicted"] = f"predicted {self.hardware}"
-                titles["exposed"] = "exposed here"
-            titled = [titles.get(name, name) for name in header]
-            lines += format_table(titled, rows, has_rule=True)
+            lines += format_table(header, rows, has_rule=True)
         return "\n".join([*lines, *self.notes])
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: Row, hardware: str) -> dict[str, str]:
     def optional(format_value, value):
         return "" if value is None else format_value(value)
 
+    overlapped = "yes" if row.overlapped else "NO"
     return {
         "where": _shortened(row.scope),
         "line": pathlib.PurePath(row.source).name,
         "op": row.op,
         "axis": row.axis,
         "dtype": row.dtype,
-        "overlapped": _overlap(row),
+        "overlapped": "no GEMM" if row.is_collective else overlapped,
         "method": row.method,
         "FLOP": optional(format_count, row.flops),
         "sends": optional(format_bytes, row.moved_bytes),
-        "predicted": optional(format_seconds, row.predicted_s),
-        "exposed": optional(format_seconds, row.measured_exposed_s),
+        f"predicted {hardware}".rstrip(): optional(format_seconds, row.predicted_s),
+        "exposed here" if hardware else "exposed": optional(
+            format_seconds, row.measured_exposed_s
+        ),
         "why not": row.reason,
         "note": row.note,
     }
-
-
-def _overlap(row):
-    if row.is_collective:
-        return "no GEMM"
-    return "yes" if row.overlapped else "NO"
 
 
 def _shortened(scope: str) -> str:
@@ -185,7 +177,7 @@ def _shortened(scope: str) -> str:
 
 
 def collective_notes(
-    found: Sequence[hlo.Found],
+    found: Sequence[Collective],
     lowered: Sequence[LoweredCall],
     axes: Collection[str] | None,
 ) -> Iterator[str]:
@@ -193,23 +185,32 @@ def collective_notes(
 
     The arguments are described at `program.table_of`.
     """
-    others: collections.Counter[str] = collections.Counter()
-    for one in found:
-        others.update(one.others)
-        others.update(
-            each.collective for each in one.unpaired if not note_of(each, axes)
-        )
+    others = collections.Counter(
+        one.kind for one in found if not one.could_be and not note_of(one, axes)
+    )
     if others:
         listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         yield f"XLA's collectives without a dot next to them: {listed}"
-    yield from _parameter_notes(found, axes)
-    yield from _gathers_around_calls(found, axes)
+    moved: dict[str, list[int]] = {}
+    for one in found:
+        if note := note_of(one, axes):
+            moved.setdefault(note, []).append(one.moved_bytes)
+    for note, sizes in moved.items():
+        yield f"{note} x {len(sizes)}, sends {format_bytes(sum(sizes))}"
+    calls = [
+        one.scope
+        for one in found
+        if one.kind == "all-gather" and one.is_reshard_over(axes)
+    ]
+    if calls:
+        names = ", ".join(dict.fromkeys(calls))
+        yield f"XLA adds all-gather x {len(calls)} next to {names}: {_GATHERS_HINT}"
     gathers = _num_activation_gathers(found, lowered)
     if gathers > 1:  # one is needed for the gradient of the embedding
         yield f"{gathers} {_GATHERS_NOTE}"
 
 
-def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str | None:
+def note_of(one: Collective, axes: Collection[str] | None) -> str | None:
     """Returns the note, without its count, for an array that has no table row, or None.
 
     Notes count gradients of parameters that are summed, and parameters that are
@@ -220,38 +221,11 @@ def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str |
         return None
     names = ", ".join(one.axes)
     if one.is_of_kernel and axes is not None and not set(one.axes) & set(axes):
-        what = "parameters" if one.collective == "all-gather" else "gradients"
-        return f"data parallelism over {names}: {one.collective} of {what}"
+        what = "parameters" if one.kind == "all-gather" else "gradients"
+        return f"data parallelism over {names}: {one.kind} of {what}"
     if one.sums_parameter_gradient:
-        return f"tokens sharded over {names}: {one.collective} of gradients"
+        return f"tokens sharded over {names}: {one.kind} of gradients"
     return None
-
-
-def _parameter_notes(found, axes) -> Iterator[str]:
-    """Yields notes about collectives that sum gradients or gather parameters.
-
-    There is a note for each combination of collective and mesh axes.
-    """
-    moved: dict[str, list[int]] = {}
-    for each in found:
-        for one in (*each.pairs, *each.unpaired):
-            if note := note_of(one, axes):
-                moved.setdefault(note, []).append(one.moved_bytes)
-    for note, sizes in moved.items():
-        yield f"{note} x {len(sizes)}, sends {format_bytes(sum(sizes))}"
-
-
-def _gathers_around_calls(found, axes) -> Iterator[str]:
-    """Yields a note if XLA adds all-gathers next to jax_ub's calls, over their axes."""
-    calls = [
-        one.call
-        for each in found
-        for one in each.reshards
-        if one.collective == "all-gather" and set(one.axes) & set(axes or ())
-    ]
-    if calls:
-        names = ", ".join(dict.fromkeys(calls))
-        yield f"XLA adds all-gather x {len(calls)} next to {names}: {_GATHERS_HINT}"
 
 
 def _num_activation_gathers(found, lowered) -> int:
@@ -263,10 +237,9 @@ def _num_activation_gathers(found, lowered) -> int:
     sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
     tokens = {M for M, _, _ in sizes}
     kernels = {shape for _, K, N in sizes for shape in ((K, N), (N, K))}
+    shapes = [one.gathered for one in found if len(one.gathered) > 1]
     return sum(
-        len(shape) > 1 and math.prod(shape[:-1]) in tokens and shape not in kernels
-        for one in found
-        for shape in one.gathered
+        math.prod(shape[:-1]) in tokens and shape not in kernels for shape in shapes
     )
 
 
@@ -322,23 +295,24 @@ def _checked_rate(key, value) -> str | int | float:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def other_machine(machine: Hardware) -> str:
-    """Returns the name of `machine`, or "" if this process runs on that machine."""
-    return "" if machine == HARDWARE.get(_local_machine() or "") else machine.name
-
-
-def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns (note,) if times are predicted for an assumed machine, else ().
+def table_on(
+    hardware: HardwareLike, rows: Sequence[Row], title: str, notes: Sequence[str]
+) -> Table:
+    """Returns a table, with a note if times are predicted for an assumed machine.
 
     A machine is assumed if the user gives none and the local devices are unknown.
     """
+    machine, local = find_hardware(hardware), _local_machine()
     is_predicted = any(row.predicted_s is not None for row in rows)
-    if hardware is not None or not is_predicted or _local_machine():
-        return ()
-    return (
-        f"unknown device {shown(jax.devices()[0].device_kind)}: times are predicted "
-        f"for {_ASSUMED}. Pass hardware=, a machine of `python -m jax_ub simulate`",
-    )
+    assumed = []
+    if hardware is None and local is None and is_predicted:
+        device = shown(jax.devices()[0].device_kind)
+        assumed.append(
+            f"unknown device {device}: times are predicted for {_ASSUMED}. Pass "
+            "hardware=, a machine of `python -m jax_ub simulate`"
+        )
+    other = "" if machine == HARDWARE.get(local or "") else machine.name
+    return Table(tuple(rows), title, (*notes, *assumed), other)
 
 
 @functools.cache

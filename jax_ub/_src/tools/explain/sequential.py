@@ -159,8 +159,7 @@ def explain(
             rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
     title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
     notes = [*_notes(fuser, passes, reasons), *dict.fromkeys(unpredicted)]
-    notes += report.assumption(hardware, rows)
-    return Table(tuple(rows), title, tuple(notes), report.other_machine(machine))
+    return report.table_on(hardware, rows, title, notes)
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
