@@ -15,24 +15,18 @@ _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$"
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-_BITS = re.compile(r"\d+")
+_BITS = re.compile(r"(\d+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 # Opcodes of instructions that may be between a collective and its dot, because they
 # only move or convert data. Only a fusion may also compute.
-PASSED = frozenset(
-    (
-        "bitcast",
-        "convert",
-        "copy",
-        "fusion",
-        "get-tuple-element",
-        "reshape",
-        "transpose",
-    )
-)
+PASSED = {
+    *("bitcast", "convert", "copy", "fusion"),
+    *("get-tuple-element", "reshape", "transpose"),
+}
 _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 MAX_STEPS = 4
@@ -82,14 +76,12 @@ class Instruction:
     @property
     def called(self) -> str:
         """Returns the name of the computation that the instruction calls, or ""."""
-        found = _CALLED.search(self.text)
-        return found[1] if found else ""
+        return _first_group(_CALLED, self.text)
 
     @property
     def op_name(self) -> str:
         """Returns the JAX name stack, such as "jit(f)/mlp/dot_general", or ""."""
-        found = _OP_NAME.search(self.text)
-        return found[1] if found else ""
+        return _first_group(_OP_NAME, self.text)
 
     @property
     def is_in_backward_pass(self) -> bool:
@@ -140,9 +132,9 @@ class Body:
         for name in (one.name, *self.users[one.name]):  # the second may be its "-done"
             for user in self.users[name]:
                 used = self.instructions[user]
-                index = _INDEX.search(used.text)
+                index = _first_group(_INDEX, used.text)
                 if used.opcode == "get-tuple-element" and index:
-                    found[int(index[1])].append(user)
+                    found[int(index)].append(user)
         return found
 
     def around(
@@ -163,6 +155,12 @@ class Body:
             yield from found
             passed = [one for one in found if one.passes and one.called not in blocking]
             reached = [name for one in passed for name in neighbors.get(one.name, ())]
+
+
+def _first_group(pattern, text) -> str:
+    """Returns the first group of the first match of a pattern in a text, or ""."""
+    found = pattern.search(text)
+    return found[1] if found else ""
 
 
 def computations(text: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
@@ -196,15 +194,14 @@ def _instruction(name, shape, opcode, rest):
 
 def bits(dtype: str) -> int:
     """Returns the bits of an element of an HLO dtype: 16 for "bf16", 8 for "pred"."""
-    found = _BITS.search(dtype)
-    return int(found[0]) if found else 8
+    return int(_first_group(_BITS, dtype) or 8)
 
 
 def multiplies(one: Instruction) -> bool:
     """Returns whether an instruction is a dot, or calls a library's GEMM."""
     if one.opcode in _DOTS:
         return True
-    target = one.text.partition('custom_call_target="')[2].partition('"')[0].lower()
+    target = _first_group(_TARGET, one.text).lower()
     return not one.is_call and any(word in target for word in _MATMUL_CALLS)
 
 
@@ -216,9 +213,9 @@ def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
     (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
-    named = _CONTRACTING.search(one.text)
-    if named and lhs:
-        K = math.prod(sizes[int(axis)] for axis in named[1].split(","))
+    contracting = _first_group(_CONTRACTING, one.text)
+    if contracting and lhs:
+        K = math.prod(sizes[int(axis)] for axis in contracting.split(","))
     else:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
@@ -244,8 +241,7 @@ class SourceLines:
 
         The result is "" if the line is unknown.
         """
-        found = _FRAME.search(text)
-        frame = int(found[1]) if found else 0
+        frame = int(_first_group(_FRAME, text) or 0)
         lines = []
         while frame in self._rows["StackFrames"]:
             location, parent = self._rows["StackFrames"][frame]
@@ -332,9 +328,8 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
     """Returns the device numbers of each group, which differ only along `axes`."""
-    names = list(mesh)
-    order = [name for name in names if name not in axes]
-    order += [name for name in axes if name in names]
+    along = [list(mesh).index(name) for name in axes if name in mesh]
     numbers = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
-    size = math.prod(mesh[name] for name in axes if name in names)
-    return numbers.transpose([*map(names.index, order)]).reshape(-1, size).tolist()
+    size = math.prod(numbers.shape[axis] for axis in along)
+    last = np.moveaxis(numbers, along, range(-len(along), 0))
+    return last.reshape(-1, size).tolist()
