@@ -84,7 +84,7 @@ def _command(name):
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()) as err,
             unittest.mock.patch(
-                "jax_ub._src.tools.launch.command._supervise", return_value=0
+                "jax_ub._src.tools.launch.job._supervise", return_value=0
             ),
         ):
             try:

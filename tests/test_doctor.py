@@ -20,7 +20,7 @@ from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.tools import doctor
 from jax_ub._src.tools.doctor import Finding, State
-from jax_ub._src.tools.launch import parts
+from jax_ub._src.tools.launch.job import Job
 from jax_ub._src.tools.launch.parts import part_path
 
 
@@ -178,15 +178,22 @@ def test_failed_processes_are_a_fault(monkeypatch, capfd):
     assert "Traceback" not in err
 
 
+def test_an_environment_that_starts_no_processes_is_a_fault(monkeypatch, capsys):
+    flag = "--xla_force_host_platform_device_count"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
+    assert main(["doctor", "--processes", "2"]) == 1
+    assert f"FAULT  processes  launch: XLA_FLAGS has {flag}" in capsys.readouterr().out
+
+
 def test_finding_of_one_process_names_the_process(monkeypatch, capsys):
-    def of_each(arguments, stdout):
+    def of_each(self, arguments, stdout):
         path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = Finding("jaxlib threads", State.WARNING, threads)
             part_path(path, index).write_bytes(pickle.dumps([finding]))
         return 0
 
-    monkeypatch.setattr(parts, "_run", of_each)
+    monkeypatch.setattr(Job, "run", of_each)
     assert main(["doctor", "--processes", "2"]) == 0
     first, other = capsys.readouterr().out.splitlines()
     assert first.split() == ["warning", "jaxlib", "threads", "8"]

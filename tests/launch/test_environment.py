@@ -4,13 +4,12 @@ import os
 
 import pytest
 
-from jax_ub._src.tools.launch.command import environment
-from jax_ub._src.tools.launch.parts import LaunchError
+from jax_ub._src.tools.launch.job import Job, LaunchError
 
 
 def of_process(process, given=(), **changes):
-    job = {"num_processes": 4, "devices_per_process": 2, "port": 4321}
-    return environment(dict(given), process=process, **{**job, **changes})
+    job = Job(**{"num_processes": 4, "devices_per_process": 2, **changes})
+    return job.environment(dict(given), process, port=4321)
 
 
 def test_variables_name_process_devices_and_coordinator():

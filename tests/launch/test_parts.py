@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -11,13 +10,9 @@ import tempfile
 
 import pytest
 
-from jax_ub._src.tools.launch.parts import (
-    JobError,
-    LaunchError,
-    exit_on_failure,
-    parts_of,
-    python,
-)
+from jax_ub._src.tools.launch import job
+from jax_ub._src.tools.launch.job import LaunchError, python
+from jax_ub._src.tools.launch.parts import JobError, exit_on_failure, parts_of
 
 
 @pytest.fixture
@@ -41,22 +36,29 @@ def run(num_processes=2, devices_per_process=1, **options):
 
 
 @pytest.mark.parametrize("stdout", [None, 2])
-def test_launcher_gets_the_options_of_the_parts(interpreter, stdout, capfd):
-    interpreter('echo "$@"; exit 3')
+def test_output_of_the_parts_is_that_of_the_command(interpreter, stdout, capfd):
+    interpreter('echo "$@"; exit 3')  # in place of the supervisor
     text = "3 processes failed with exit status 3"
     with pytest.raises(JobError, match=f"^doctor: {text}; their") as caught:
-        run(num_processes=3, devices_per_process=2, stdout=stdout)
+        run(num_processes=3, stdout=stdout)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.status) == (str(caught.value), 3)
     texts = capfd.readouterr()
     assert texts[0 if stdout else 1] == ""
-    assert re.fullmatch(
-        f"{re.escape(' '.join([*python()[1:], '']))}"
-        "-m jax_ub launch -n 3 --devices-per-process 2 "
-        rf"--parent {os.getpid()} --parent-folder (\S+) "
-        r"-m jax_ub doctor --part \1/part.json a word\n",
-        texts[1 if stdout else 0],
-    )
+    assert texts[1 if stdout else 0].endswith("/supervisor.py\n")
+
+
+def test_job_runs_the_parts(monkeypatch):
+    started = []
+    monkeypatch.setattr(job, "_supervise", lambda *given: started.append(given) or 0)
+    run(num_processes=3, devices_per_process=2, stdout=2)
+    ((given, stdout),) = started
+    path = f"{given['folder']}/part.json"
+    words = ["-m", "jax_ub", "doctor", "--part", path, "a word"]
+    assert (given["command"], stdout) == ([*python(), *words], 2)
+    devices = [each["JAX_LOCAL_DEVICE_IDS"] for each in given["environments"]]
+    assert devices == ["0,1", "2,3", "4,5"]
+    assert not os.path.exists(given["folder"])
 
 
 def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path, monkeypatch):
@@ -67,7 +69,7 @@ def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path, monkeypa
     assert [*tmp_path.iterdir()] == [python]
 
 
-def test_sigterm_during_the_start_ends_the_launcher(interpreter, monkeypatch):
+def test_sigterm_during_the_start_ends_the_supervisor(interpreter, monkeypatch):
     interpreter("exec sleep 60")
     started = []
 
@@ -126,19 +128,6 @@ def test_sigkill_of_the_command_ends_its_processes_and_removes_the_folder(tmp_pa
         process.kill()
         process.stdout.read()  # until all processes that could write have ended
     assert not [*temporary.iterdir()]
-
-
-@pytest.mark.slow
-def test_launcher_starts_nothing_if_its_parent_has_exited(tmp_path):
-    script, folder = tmp_path / "script.py", tmp_path / "folder"
-    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    folder.mkdir()
-    died = subprocess.Popen(["true"])
-    died.wait()
-    options = ["--parent", str(died.pid), "--parent-folder", str(folder), str(script)]
-    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "1", *options]
-    assert subprocess.run(launch, check=False).returncode == 128 + signal.SIGTERM
-    assert [*tmp_path.iterdir()] == [script]
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from jax_ub._src.runtime import (
 )
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.launch import parts
+from jax_ub._src.tools.launch.job import LaunchError
 
 EXAMPLE = "doctor --processes 2"
 _REQUIRED = ("jax", "jaxlib", "numpy")
@@ -106,7 +107,7 @@ def _in_processes(given) -> list[Finding]:
             stdout=command_line.progress_file(),
         ) as paths:
             first, *others = [pickle.loads(path.read_bytes()) for path in paths]
-    except parts.JobError as error:
+    except (parts.JobError, LaunchError) as error:
         return [Finding("processes", State.FAULT, str(error))]
     return first + [
         dataclasses.replace(finding, name=f"process {index}: {finding.name}")

@@ -8,7 +8,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -17,26 +16,15 @@ from collections.abc import Iterator, Sequence
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.tools.command_line import positive
 from jax_ub._src.tools.launch import supervisor
+from jax_ub._src.tools.launch.job import Job, LaunchError
 
 MOST = 4096  # processes or devices, far more than one machine can run
-# The letters of Python's options, by the field of `sys.flags` with their number. The
-# options that make Python interactive are left out.
-_OPTIONS = {
-    **{"isolated": "I", "ignore_environment": "E", "no_user_site": "s"},
-    **{"safe_path": "P", "no_site": "S", "dont_write_bytecode": "B"},
-    **{"optimize": "O", "bytes_warning": "b", "debug": "d"},
-    **{"verbose": "v", "quiet": "q"},
-}
-
-
-class LaunchError(UbError, ValueError):
-    """Raised if the options or the environment of `launch` are invalid."""
 
 
 class JobError(UbError, RuntimeError):
     """Raised when a process of a command's multi-process job fails.
 
-    `status` is the exit status of the launcher.
+    `status` is the exit status of the job.
     """
 
     def __init__(self, message: str, status: int):
@@ -53,19 +41,6 @@ def count(text: str) -> int:
             f"{shown(text)} is more than one machine can run. Give at most {MOST}."
         )
     return int(text)
-
-
-def python() -> list[str]:
-    """Returns the command of this interpreter with its options, such as `-W error`."""
-    letters = (each * getattr(sys.flags, name) for name, each in _OPTIONS.items())
-    # The documentation of `sys` has `_xoptions`, and no public name for these options.
-    implementation = [
-        f"-X{name}" if value is True else f"-X{name}={value}"
-        for name, value in sys._xoptions.items()
-    ]
-    warnings = (f"-W{each}" for each in sys.warnoptions)
-    options = (f"-{each}" for each in letters if each)
-    return [sys.executable, *options, *implementation, *warnings]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,20 +79,19 @@ def parts_of(
 ) -> Iterator[list[pathlib.Path]]:
     """Runs a command of jax_ub in several processes; yields each one's result file.
 
-    The block may read the files. If this process is killed, the launcher ends the
-    processes and removes the folder of the files. `stdout` is an argument of
+    The block may read the files. If this process gets a signal or is killed, the
+    processes end and the folder of the files is removed. `stdout` is an argument of
     `subprocess.Popen`.
 
     Raises:
         JobError: if a process failed.
     """
-    with _handling(_exit), tempfile.TemporaryDirectory() as folder:
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    with supervisor.handling(_exit, signals), tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "part.json")
-        launch = ["launch", "-n", str(num_processes)]
-        launch += ["--devices-per-process", str(devices_per_process)]
-        launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
-        launch += ["-m", "jax_ub", command, "--part", str(path), *arguments]
-        status = _run([*python(), "-m", "jax_ub", *launch], stdout)
+        job = Job(num_processes, devices_per_process, folder=folder)
+        program = ["-m", "jax_ub", command, "--part", str(path), *arguments]
+        status = job.run(program, stdout)
         if status:
             raise JobError(
                 f"{command}: {num_processes} processes failed with exit status "
@@ -129,38 +103,6 @@ def parts_of(
 
 def _exit(number, _):
     raise SystemExit(128 + number)  # removes the folder of the files
-
-
-def _handling(handler):
-    return supervisor.handling(handler, (signal.SIGTERM, signal.SIGHUP))
-
-
-def _run(command, stdout):
-    """Runs the launcher, which SIGTERM and SIGHUP also end; returns its exit status.
-
-    These signals end the launcher first, then this process. The signal handler does not
-    raise, because an exception during `Popen` would leave the launcher running.
-    """
-    started: list[subprocess.Popen] = []
-    received: list[int] = []
-
-    def terminate(number, _):
-        received.append(number)
-        for process in started:
-            process.terminate()
-
-    with _handling(terminate), subprocess.Popen(command, stdout=stdout) as process:
-        started.append(process)
-        if received:
-            process.terminate()
-        try:
-            status = process.wait()
-        except BaseException:  # Ctrl-C
-            process.kill()
-            raise
-    if received:
-        raise SystemExit(128 + received[0])
-    return status
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import re
 import sched
 import select
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,13 +229,14 @@ class Rank:
 class Supervisor:
     """Event loop that waits for the processes' output and exits, signals and deadlines.
 
-    When a rank fails, it ends the other ranks. `command.run` describes the job.
+    When a rank fails, it ends the other ranks. `job.Job` describes the job.
     """
 
     def __init__(self, job: dict):
         self._job, self._status = job, 0
         self._failed: list[Rank] = []  # those that failed before the others were ended
         self._is_ending = False  # whether the ranks have been sent a signal
+        self._folder: str | None = None  # removed at the end, if the launcher is lost
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
         self._events = selectors.DefaultSelector()
@@ -297,6 +299,8 @@ class Supervisor:
             for rank in self._running:
                 rank.send(signal.SIGKILL)
             kill_descendants()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
         self._report()
         return self._status
 
@@ -356,6 +360,7 @@ class Supervisor:
         self._ignore(0)
         self._status = self._status or 128 + signal.SIGHUP
         self._send(signal.SIGKILL)
+        self._folder = self._job["folder"]
 
     def _lines_written(self):
         relays = [r for rank in self._ranks for r in (rank.stdout, rank.stderr)]
