@@ -192,6 +192,21 @@ def test_times_and_bytes_are_predicted_for_known_sizes():
     assert 0 < up.predicted_s < d_up.predicted_s
 
 
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external"])
+def test_an_array_that_is_gathered_before_the_wgrad_is_counted_once(method):
+    def explained(method):
+        named = {"comm_name": "fc1", "method": method}
+        options = {"sequence_parallel": True, "userbuffers_options": named}
+        linear = ops.BasicLinear(64, 64, tensor_parallel_mode="column", **options)
+        return ops.Sequential(linear).explain(4096, num_ranks=4, hardware="h200").rows
+
+    forward, backward = explained(method)
+    assert backward.op == "matmul_reduce_scatter, all_gather, wgrad"
+    assert backward.moved_bytes == 2 * forward.moved_bytes
+    # With "auto", the wgrad gathers x itself.
+    assert backward.moved_bytes == explained("auto")[1].moved_bytes
+
+
 def test_linears_with_a_recipe_send_fp8_operands_and_wide_sums():
     def explained(fp8):
         options = {"sequence_parallel": True, "fp8": fp8}

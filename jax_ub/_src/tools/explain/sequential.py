@@ -66,8 +66,6 @@ _FP8_ON_GPUS: dict[str, tuple[str, ...]] = {
 }
 # The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
-# The ops that gather an array, which may be sent as FP8.
-_GATHERS = ("all_gather", "all_gather_matmul", "bulk_all_gather")
 # The ops that sum results. A linear with an FP8 recipe has wide results, but all of its
 # other ops multiply or gather FP8 operands.
 _SUMS = ("reduce_scatter", "all_reduce")
@@ -263,12 +261,13 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
         target, choice, dtype = "all_gather", MethodChoice(Method.XLA), _FP8
     elif op.fp8 is not None and target not in _SUMS:
         dtype = _FP8
-    gathers_fp8 = choice.sends_fp8 and target in _GATHERS
+    if target == "wgrad" and call_config.gathers_first:
+        target = "matmul"  # a local GEMM of the same sizes
     return simulate.estimate(
         *(target, choice, sizes.tokens, k, n, ranks),
         dtype,
         sizes.machine,
-        gathered_dtype=_FP8 if gathers_fp8 else None,
+        gathered_dtype=_FP8 if choice.sends_fp8 else None,
     )
 
 
