@@ -12,7 +12,6 @@ from jax_ub._src.tools.explain.instructions import (
     Body,
     Dot,
     Instruction,
-    SourceLines,
     bits,
     communicates,
     computations,
@@ -20,6 +19,7 @@ from jax_ub._src.tools.explain.instructions import (
     group_size_and_axes,
     multiplies,
     named_mesh_in,
+    source_lines,
 )
 from jax_ub._src.tools.trace.traces import ub_name_in
 
@@ -130,7 +130,7 @@ class _Program:
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self.computations = dict(computations(text))
-        self._lines = SourceLines(text)
+        self._lines = source_lines(text)
         self._mesh = mesh
         # {computation: its first dot}, for the computations that contain a dot.
         self._dots = {
@@ -159,7 +159,7 @@ class _Program:
             num_ranks,
             moved_bytes=sum(sent),
             dtype=one.arrays[0][0] if one.arrays else "",
-            source=self._lines.of(one.text),
+            source=self._lines.get(one.stack_frame, ""),
             axes=axes,
         )
         users = body.users_by_array(one)
@@ -242,7 +242,7 @@ class _Program:
             part,
             scope=source.op_name or one.name,
             dtype=dot.dtype,
-            source=self._lines.of(source.text),
+            source=self._lines.get(source.stack_frame, ""),
             could_be=_COULD_BE[one.kind],
             sizes=_global_sizes(array, one.kind, dot, part.num_ranks),
             is_of_kernel=is_of_kernel,

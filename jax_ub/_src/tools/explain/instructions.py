@@ -84,6 +84,10 @@ class Instruction:
         return _first_group(_OP_NAME, self.text)
 
     @property
+    def stack_frame(self) -> int:
+        return int(_first_group(_FRAME, self.text) or 0)
+
+    @property
     def is_in_backward_pass(self) -> bool:
         return "transpose(" in self.op_name
 
@@ -222,37 +226,34 @@ def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
     return Dot(one, one.operands, lhs, rhs, out, K, dtype)
 
 
-class SourceLines:
-    """Finds source lines of the user in the tables at the beginning of HLO text."""
+def source_lines(text: str) -> dict[int, str]:
+    """Returns {stack frame: line of the user}, such as {1: "train.py:12"}.
 
-    def __init__(self, text: str):
-        # By table, the columns of each row by its id, such as 1: ("train.py",).
-        self._rows: dict[str, dict[int, tuple[str, ...]]] = {}
-        for name, pattern in _TABLES.items():
-            table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
-            self._rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
-        frames = self._rows["StackFrames"]
-        # XLA may print the ids of parent frames plus 1. Frame 1 has no parent, which is
-        # id 0, so the ids are too high by 1 if its parent is printed as 1.
-        self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
-
-    def of(self, text: str) -> str:
-        """Returns an instruction's source line, such as "train.py:12", from its text.
-
-        The result is "" if the line is unknown.
-        """
-        frame = int(_first_group(_FRAME, text) or 0)
-        lines = []
-        while frame in self._rows["StackFrames"]:
-            location, parent = self._rows["StackFrames"][frame]
-            file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
-            (path,) = self._rows["FileNames"].get(int(file), ("",))
-            lines.append(f"{path}:{line}" if path else "")
-            # A frame's parent, the caller, has a lower id. If it has not, `min` still
-            # ends the loop.
-            frame = min(int(parent or 0) - self._offset, frame - 1)
-        own = (line for line in lines if not any(one in line for one in _LIBRARIES))
-        return next(own, lines[0] if lines else "")
+    The tables at the beginning of HLO text have the frames. A frame without a line of
+    the user has its line in a library, or "".
+    """
+    rows: dict[str, dict[int, tuple[str, ...]]] = {}  # by table and id
+    for name, pattern in _TABLES.items():
+        table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+        rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
+    frames = rows["StackFrames"]
+    # XLA may print the ids of parent frames plus 1. Frame 1 has no parent, which is id
+    # 0, so the ids are too high by 1 if its parent is printed as 1.
+    offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
+    lines: dict[int, str] = {}
+    of_user: dict[int, str] = {}
+    # A frame's parent, the caller, has a lower id.
+    for frame, (location, parent) in sorted(frames.items()):
+        file, line = rows["FileLocations"].get(int(location), ("0", ""))
+        (path,) = rows["FileNames"].get(int(file), ("",))
+        own = f"{path}:{line}" if path else ""
+        caller = int(parent or 0) - offset
+        if not any(each in own for each in _LIBRARIES):
+            of_user[frame] = own
+        elif caller in of_user:
+            of_user[frame] = of_user[caller]
+        lines[frame] = of_user.get(frame, own)
+    return lines
 
 
 def named_mesh_in(text: str) -> dict[str, int]:

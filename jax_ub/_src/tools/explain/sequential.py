@@ -203,8 +203,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     mode = mode_of(parallel, op.sequence_parallel or is_scattered)
     call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
     if name == "backward":
-        call_config = _backward_config(op, parallel, call_config, sizes)
-    steps = _steps(op, parallel, is_fused, call_config, is_backward=name == "backward")
+        call_config = _backward_config(op, call_config, sizes)
+    steps = _steps(op, is_fused, call_config, is_backward=name == "backward")
     targets = list(dict.fromkeys(target for target, _, _ in steps))
     reason = note = ""
     if all(target in _GEMMS for target in targets):
@@ -284,14 +284,12 @@ def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfi
     return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
 
-def _backward_config(op, mode, call_config, sizes):
+def _backward_config(op, call_config, sizes):
     """Returns the config of the backward pass, with the method tuned for its sizes."""
     call_config = call_config.dgrad
-    if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
+    if sizes.tokens is None or call_config.mode is not mode_of("column", True):
         return call_config
-    dtype = sizes.dtype_of(op)
-    call_config = call_config.with_dtypes(dtype, dtype)
-    return call_config.with_tuned_method(
+    return call_config.with_dtypes(sizes.dtype_of(op)).with_tuned_method(
         COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
     )
 
@@ -302,8 +300,9 @@ def _multiplies_unlike_sent(op, call_config):
     return is_wide and call_config.is_on_cuda and not call_config.uses_bulk
 
 
-def _steps(op, parallel, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
+def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
     """Returns the GEMMs and collectives of one pass."""
+    parallel = config.mode.parallel
     sequence_parallel = parallel is not None and op.sequence_parallel
     if not is_fused:
         text = _UNFUSED[parallel, sequence_parallel][is_backward]
