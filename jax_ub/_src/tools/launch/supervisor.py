@@ -111,12 +111,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class OutputError(Exception):
-    """Raised when a rank's output cannot be written, for example on a full disk."""
+class SupervisorError(Exception):
+    """Raised if a rank cannot be started, or its output cannot be written.
 
-
-class StartError(Exception):
-    """Raised when a rank cannot be started, for example for lack of descriptors."""
+    For example, the disk is full, or there are too few descriptors.
+    """
 
 
 # The limits whose excess keeps a rank from being started, by the error's number.
@@ -183,7 +182,7 @@ class Relay:
             except OSError as error:
                 name = {1: "stdout", 2: "stderr"}.get(self._target, "output")
                 reason = f"cannot write to {name}: {error.strerror}"
-                raise OutputError(reason) from error
+                raise SupervisorError(reason) from error
 
 
 class Rank:
@@ -280,7 +279,7 @@ class Supervisor:
             number = len(self._job["environments"])
             limit = _LIMITS.get(error.errno)
             fix = f"Raise {limit}, or start fewer processes." if limit else ""
-            raise StartError(
+            raise SupervisorError(
                 f"process {index} of {number} cannot be started: {error.strerror}. "
                 f"{fix}".rstrip()
             ) from error
@@ -404,7 +403,7 @@ def main() -> int:
         return Supervisor(job).run()
     except BrokenPipeError:  # the reader of the output has closed it
         return 128 + signal.SIGPIPE
-    except (OutputError, StartError) as error:
+    except SupervisorError as error:
         with contextlib.suppress(OSError):
             os.write(2, f"launch: {error}\n".encode())
         return 1
