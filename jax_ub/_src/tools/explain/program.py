@@ -168,16 +168,9 @@ def table_of(
 ) -> Table:
     """Returns the table that `explain` prints.
 
-    Args:
-        name: the program's name.
-        lowered: its calls of jax_ub.
-        found: all collectives of XLA in it.
-        hardware: predicts times for this machine.
-        waits: measured waiting times.
-        arrays: its arguments, if they are known.
-        jaxpr: its jaxpr, if it is known. Otherwise a call counts as often as it is
-            lowered, and calls that became plain JAX while the program was traced are
-            listed only if XLA communicates next to them.
+    `found` has all collectives of XLA, and `arrays` are the program's arguments.
+    Without a `jaxpr`, a call counts as often as it is lowered, and a call that became
+    plain JAX during tracing is listed only if XLA communicates next to its dot.
     """
     machine, axes = report.find_hardware(hardware), _tensor_axes(lowered, arrays)
     counts = {} if jaxpr is None else _count(jaxpr)

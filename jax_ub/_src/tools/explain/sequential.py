@@ -18,7 +18,7 @@ from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
 from jax_ub._src.ops.fuser import operation_label
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
-from jax_ub._src.parallel import ParallelMode, mode_of
+from jax_ub._src.parallel import mode_of
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
@@ -134,8 +134,7 @@ def explain(
 ) -> Table:
     """Returns the table of `Sequential.explain`: what overlaps, and why not."""
     machine, waits = report.find_hardware(hardware), report.read_waits(trace)
-    sizes = Sizes(tokens, num_ranks, dtype, machine, waits)
-    rows: list[Row] = []
+    sizes, rows = Sizes(tokens, num_ranks, dtype, machine, waits), []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _unfused_reasons(fuser, name) for name in _PASSES}
     unpredicted: list[str] = []  # the reason of each row without a prediction
@@ -201,10 +200,11 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     axis_name = scatters[0].axis_name if is_scattered else op.axis_name
     ranks = 1 if parallel is None else sizes.ranks_on(axis_name)
     mode = mode_of(parallel, op.sequence_parallel or is_scattered)
-    call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
-    if name == "backward":
-        call_config = _backward_config(op, call_config, sizes)
-    steps = _steps(op, is_fused, call_config, is_backward=name == "backward")
+    is_backward, window_name = name == "backward", type(window).__name__
+    call_config = _planned(
+        op, axis_name, mode, ranks, window_name, sizes, is_backward=is_backward
+    )
+    steps = _steps(op, is_fused, call_config, is_backward=is_backward)
     targets = list(dict.fromkeys(target for target, _, _ in steps))
     reason = note = ""
     if all(target in _GEMMS for target in targets):
@@ -217,7 +217,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         reason = _why_sequential(op, call_config, targets)
     keys = [(call_config.label, target) for target in targets]
     known = [sizes.waits[key] for key in keys if key in sizes.waits]
-    method, found = call_config.method.value, []
+    found: list[simulate.Prediction] = []
     if sizes.tokens is not None and ranks is not None:
         if mode.sequence_parallel and sizes.tokens % ranks:
             raise ShapeContractError(
@@ -231,7 +231,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         scope="",
         op=", ".join(targets),
         overlapped=not reason,
-        method=method,
+        method=call_config.method.value,
         reason=reason,
         note=note,
         measured_exposed_s=sum(known) if known else None,
@@ -271,25 +271,23 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
     )
 
 
-def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
+def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
+    """Returns the `CallConfig` of one pass, with the method tuned for its sizes."""
     axes = () if mode.parallel is None else axis_tuple(axis_name)
     # `initialize_ub` configures overlaps by name, for a fixed number of ranks. If the
     # number is unknown here, the name cannot be looked up.
     configured = op.comm_name if ranks is not None else None
-    call_config = plan_call_config(
+    config = plan_call_config(
         *(window_name, axes, ranks or 1, configured, op.chosen_method),
         mode=mode,
         is_fp8=op.fp8 is not None,
     )
-    return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
-
-
-def _backward_config(op, call_config, sizes):
-    """Returns the config of the backward pass, with the method tuned for its sizes."""
-    call_config = call_config.dgrad
-    if sizes.tokens is None or call_config.mode is not mode_of("column", True):
-        return call_config
-    return call_config.with_dtypes(sizes.dtype_of(op)).with_tuned_method(
+    config = dataclasses.replace(config, label=call_label(window_name, op.comm_name))
+    if not is_backward:
+        return config
+    if sizes.tokens is None or mode is not mode_of("column", True):
+        return config.dgrad
+    return config.dgrad.with_dtypes(sizes.dtype_of(op)).with_tuned_method(
         COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
     )
 
