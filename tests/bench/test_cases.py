@@ -10,8 +10,10 @@ from jax_ub._src.tools.bench.cases import (
     tolerance,
 )
 from jax_ub._src.tools.bench.gemm import gemm
+from jax_ub._src.tools.bench.linear import Chain
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.timing import Candidate
 
 
 def test_at_least_three_default_shapes_divide_into_eight_ranks():
@@ -50,3 +52,14 @@ def test_programs_that_quantize_within_a_call_may_differ_by_the_rounding_to_fp8(
 def test_the_tolerance_follows_the_dtype_and_the_length_of_the_sums():
     assert tolerance("bfloat16", 64) > tolerance("float32", 64)
     assert tolerance("float32", 4096) > tolerance("float32", 64)
+
+
+@pytest.mark.parametrize(("once_s", "call_s"), [(0.5, 5e-3), (2.0, 1e-11)])
+def test_the_time_of_a_chain_is_the_difference_over_the_calls(
+    monkeypatch, once_s, call_s
+):
+    programs_s = {"chain": 1.0, "once": once_s}
+    monkeypatch.setattr(Candidate, "seconds", lambda self: programs_s[self.program])
+    once = Candidate("jax_ub", "once", [])
+    chain = Chain("jax_ub", "chain", [], once=once)
+    assert chain.seconds() == pytest.approx(call_s)

@@ -1,8 +1,6 @@
 import dataclasses
 import pickle
 
-import pytest
-
 from jax_ub._src.tools.bench import cases, report
 from jax_ub._src.tools.bench.cases import Case, Memory
 from jax_ub._src.tools.bench.report import evaluate
@@ -121,19 +119,6 @@ def test_the_memory_table_lists_cases_with_memory():
         "the gathered x [M, K]: 1.0 MiB",
     ]
     assert report.sections([], []) == ""
-
-
-def test_the_time_of_a_call_is_the_difference_over_the_calls():
-    seconds = {
-        cases.OWN: [1.0e-3, 1.1e-3],
-        f"{cases.OWN}_once": [0.5e-3, 0.6e-3],
-        cases.BEST: [3.5e-3, 3.5e-3],
-        f"{cases.BEST}_once": [0.5e-3, 0.5e-3],
-    }
-    case = Case("latency", "", "float32", 2, Shape(8, 8, 8), 0, [], calls=100)
-    found = evaluate(case, Rounds(seconds, 0.0))
-    assert found.own.median == pytest.approx(5.0)
-    assert found.speedups[cases.BEST].median == pytest.approx(6.0)
 
 
 def test_results_keep_no_programs():

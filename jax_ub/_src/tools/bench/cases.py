@@ -100,9 +100,6 @@ class Case:
         variant: distinguishes cases that have the same op and shape.
         flops: floating-point operations per call.
         candidates: those named in `LIMITS` compute only part of the result.
-        calls: if 1, a program makes one call. Otherwise, the program `<name>` chains
-            1 + `calls` calls, `<name>_once` makes one call, and the time per call is
-            the difference of their times divided by `calls`.
         notes: states what could not be measured, and why.
         fp8_rounding: the relative distance of neighboring FP8 numbers, if programs
             quantize arrays within a call; 0 if they quantize none.
@@ -115,7 +112,6 @@ class Case:
     shape: Shape
     flops: int
     candidates: list[Candidate]
-    calls: int = 1
     memory: Memory | None = None
     notes: tuple[str, ...] = ()
     num_processes: int = 1

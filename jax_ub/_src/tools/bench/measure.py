@@ -7,7 +7,6 @@ therefore a ratio of times measured shortly after each other.
 """
 
 import functools
-import itertools
 import pathlib
 import pickle
 import time
@@ -106,10 +105,9 @@ def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
     if not threads:
         return case.candidates
     first, *others = threads
-    own = [c for c in case.candidates if c.name in (cases.OWN, f"{cases.OWN}_once")]
+    own = case[cases.OWN]
     return [timing.WithThreads(c.name, c, first) for c in case.candidates] + [
-        timing.WithThreads(f"{c.name}@{number}", c, number)
-        for number, c in itertools.product(others, own)
+        timing.WithThreads(f"{own.name}@{number}", own, number) for number in others
     ]
 
 

@@ -18,7 +18,7 @@ from jax_ub._src.runtime import cpu_engine, tuned_file
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.command_line import load_extra
-from jax_ub._src.tools.timing import Rounds, Summary, ratio, summarize
+from jax_ub._src.tools.timing import Candidate, Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
@@ -84,13 +84,11 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
     `rounds`, a time with the first number has the program's name, and a time with
     another number also has the number, as in "jax_ub@16".
     """
-    first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
-    seconds = {
-        name: rounds.seconds.get(f"{name}@{threads}", first[name]) for name in first
-    }
-    first, seconds = _per_call(case, first), _per_call(case, seconds)
-    own = seconds[cases.OWN]
-    bare = [dataclasses.replace(c, program=None, operands=[]) for c in case.candidates]
+    seconds = {name: s for name, s in rounds.seconds.items() if "@" not in name}
+    first = seconds[cases.OWN]
+    own = rounds.seconds.get(f"{cases.OWN}@{threads}", first)
+    seconds[cases.OWN] = own
+    bare = [Candidate(c.name, None, [], c.variant) for c in case.candidates]
     return Result(
         case=dataclasses.replace(case, candidates=bare),
         times_us={n: summarize(np.multiply(s, 1e6)) for n, s in seconds.items()},
@@ -98,25 +96,8 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
         shares={n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds},
         elsewhere=rounds.elsewhere,
         threads=threads,
-        over_first=ratio(own, first[cases.OWN]) if threads else None,
+        over_first=ratio(own, first) if threads else None,
     )
-
-
-def _per_call(case, seconds):
-    """Returns {program: seconds of one call in each round} from the programs' times.
-
-    Programs of one call keep their times. If a program chains 1 + n calls, the time of
-    one call is the time of the chain minus that of a single call, divided by n.
-    """
-    if case.calls == 1:
-        return seconds
-    found = dict(seconds)
-    for name in (cases.OWN, cases.BEST):
-        # Noise can make a single call slower than the chain. A tiny positive time keeps
-        # the quotients defined.
-        chained = np.subtract(seconds[name], seconds[f"{name}_once"])
-        found[name] = np.maximum(chained, 1e-9) / case.calls
-    return found
 
 
 _CASE = ("op", "P", "dtype", "M x K x N")
