@@ -97,10 +97,10 @@ def test_a_dot_rounds_to_the_requested_dtype():
 
 
 def test_the_fastest_dot_is_measured_once():
-    found = fastest_dot("nn", "float32", (8, 16), (16, 8), 2)
+    found = fastest_dot("nn", "float32", (8, 16), (16, 8), Ranks(2))
     assert found in dot_variants("nn", "float32")
     measured = fastest_dot.cache_info().misses
-    assert fastest_dot("nn", "float32", (8, 16), (16, 8), 2) is found
+    assert fastest_dot("nn", "float32", (8, 16), (16, 8), Ranks(2)) is found
     assert fastest_dot.cache_info().misses == measured
 
 

@@ -1,5 +1,6 @@
 """Meshes of this machine's devices, and programs on them, for the commands."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,11 +55,11 @@ def start(
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class Ranks:
     """A 1D mesh of this process's first `num_ranks` devices, for benchmark programs."""
 
-    def __init__(self, num_ranks: int):
-        self.num_ranks = num_ranks
+    num_ranks: int
 
     @property
     def devices(self) -> list[jax.Device]:

@@ -18,7 +18,6 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
 )
-from jax_ub._src.tools.bench.peers import DotVariant, fastest_dot
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
@@ -137,15 +136,13 @@ class Setup:
     """The ranks, dtype and overlap method for which benchmark cases are built.
 
     `variants` selects variants of the op "gemm", such as "nn+bias"; an empty tuple
-    selects all of them. `dot` finds XLA's fastest GEMM, and `find` the fastest of
-    several programs.
+    selects all of them. `find` finds the fastest of several programs.
     """
 
     ranks: Ranks
     dtype: str
     method: str
     variants: tuple[str, ...] = ()
-    dot: Callable[..., DotVariant] = fastest_dot
     find: Callable[[Sequence[Candidate]], Candidate] = fastest
 
     @property

@@ -205,8 +205,8 @@ def _case(op, setup, column, *, quantizes):
         options["hidden"] = functools.partial(peers.quantized, recipe, role=INPUT)
     local = Shape(column.M, column.K, column.N // setup.num_ranks)
     dots = {
-        name: setup.dot(
-            *(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), setup.num_ranks)
+        name: peers.fastest_dot(
+            *(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks, setup.find)
         )
         for name in op.gemms
     }

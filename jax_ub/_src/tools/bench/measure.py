@@ -9,8 +9,8 @@ therefore a ratio of times measured shortly after each other.
 import functools
 import pathlib
 import pickle
-import time
 from collections.abc import Callable, Iterator, Sequence
+from time import process_time
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import ACCUMULATING, accumulating, gemm
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, LINEAR_OPS
-from jax_ub._src.tools.bench.peers import DotVariant, dot_variants, fastest_dot
 from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
@@ -64,7 +63,6 @@ class Runner:
     """Runs the programs of a benchmark on devices of this process."""
 
     ranks: Callable[[int], Ranks] = Ranks
-    dot = staticmethod(fastest_dot)
     find = staticmethod(timing.fastest)
     interleave = staticmethod(timing.interleave)
 
@@ -83,7 +81,7 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
     ]
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         ranks, variants = runner.ranks(num_ranks), chosen.variants
-        setup = Setup(ranks, dtype, chosen.method, variants, runner.dot, runner.find)
+        setup = Setup(ranks, dtype, chosen.method, variants, runner.find)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
@@ -117,50 +115,38 @@ class Job(Runner):
     ranks = ProcessRanks
 
     def __init__(self) -> None:
-        self._num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
-        ranks = ProcessRanks(self._num_processes)
-        self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
-        self._ones = ranks.place(np.ones(self._num_processes, np.float32), ROWS)
+        self._all = ProcessRanks(jax.process_count())
+        self._psum = self._all.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
+        self._ones = self._all.place(np.ones(self._all.num_ranks, np.float32), ROWS)
         self.synchronize()
         # All cases share one measurement of the CPU load by other programs: it covers
         # at least 0.1 s, and the rounds of one case may be shorter.
-        self._load = timing.BackgroundLoad(self._cpu_seconds)
+        self._load = timing.BackgroundLoad(lambda: sum(self._gather(process_time())))
 
     def synchronize(self) -> None:
         """Waits, in an all-reduce, until every process of the job has called this."""
         jax.block_until_ready(self._psum(self._ones))
 
     def interleave(
-        self, candidates: Sequence[Candidate], rounds: int, patience: int = 1
+        self, candidates: Sequence[Any], rounds: int, patience: int = 1
     ) -> Rounds:
         """Times programs in interleaved rounds, by the slowest process in each round.
 
-        All processes keep the same rounds.
+        All processes have the same times, and keep the same rounds.
         """
-        found = timing.interleave(
+        return timing.interleave(
             candidates,
             rounds,
             patience,
             load=self._load,
-            agree=lambda share: float(self._gather([share]).max()),
-            measure=self._measure,
+            agree=self._largest,
+            measure=lambda candidate: self._largest(self._seconds(candidate)),
         )
-        times = np.array(list(found.seconds.values()))
-        slowest = self._gather(times.ravel()).max(axis=0).reshape(times.shape)
-        seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
-        return Rounds(seconds, found.elsewhere)
 
     def find(self, variants: Sequence[Candidate]) -> Candidate:
         """Returns the fastest of several variants of a program."""
         return timing.fastest(variants, self.interleave, _TRIALS)
-
-    def dot(self, layout: str, dtype: str, *sizes: Any) -> DotVariant:
-        """Returns XLA's fastest dot, as process 0 measures it on its own devices."""
-        variants, index = dot_variants(layout, dtype), 0
-        if self.is_first:
-            index = variants.index(fastest_dot(layout, dtype, *sizes))
-        return variants[int(self._gather([index])[0, 0])]
 
     def barrier(self) -> Result:
         """Times a barrier of jax_ub's engine between all processes of the job."""
@@ -168,13 +154,13 @@ class Job(Runner):
         seconds = connection.communicator.barrier_seconds
         self.synchronize()
         seconds(_BARRIERS)
-        times = [seconds(_BARRIERS) for _ in range(_BATCHES)]
-        slowest = self._gather(times).max(axis=0)
-        setup = Setup(self.ranks(self._num_processes), dtype="", method="auto")
-        case = setup.case("barrier", Shape(1, 1, 1), [], num_gemms=0)
-        return Result(case, {cases.OWN: timing.summarize(1e6 * slowest)})
+        times = [1e6 * self._largest(seconds(_BARRIERS)) for _ in range(_BATCHES)]
+        case = Setup(self._all, dtype="", method="auto").case(
+            "barrier", Shape(1, 1, 1), [], num_gemms=0
+        )
+        return Result(case, {cases.OWN: timing.summarize(times)})
 
-    def _measure(self, candidate):
+    def _seconds(self, candidate):
         """Returns the seconds of a call that starts in all processes simultaneously.
 
         Process 0 runs the limits, with all cores, while the other processes wait.
@@ -187,14 +173,13 @@ class Job(Runner):
         with timing.engine_threads(cpu_engine.load().default_num_threads()):
             return candidate.seconds()
 
-    def _gather(self, values):
-        """All-gathers f64 values of all processes, [num_processes, len(values)]."""
+    def _gather(self, value: float) -> list[float]:
+        """All-gathers one number of each process, in f64."""
         with jax.enable_x64(True):
-            return multihost_utils.process_allgather(np.asarray(values, np.float64))
+            return multihost_utils.process_allgather(np.float64(value)).tolist()
 
-    def _cpu_seconds(self):
-        """Returns the CPU seconds that all processes together have used so far."""
-        return float(self._gather([time.process_time()]).sum())
+    def _largest(self, value: float) -> float:
+        return max(self._gather(value))
 
 
 def run_job(

@@ -8,7 +8,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax_ub._src.fp8.recipes import OUTPUT_GRAD, Recipe
 from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled
 from jax_ub._src.tools.devices import AXIS, ROWS, Ranks
 from jax_ub._src.tools.programs import Programs
+from jax_ub._src.tools.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
 # Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
@@ -94,26 +95,29 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
 
 @functools.cache
 def fastest_dot(
-    layout: str, dtype: str, left: tuple, right: tuple, num_ranks: int
+    layout: str,
+    dtype: str,
+    left: tuple,
+    right: tuple,
+    ranks: Ranks,
+    find: Callable[[Sequence[Candidate]], Candidate] = fastest,
 ) -> DotVariant:
-    """Returns the fastest way to write a GEMM in XLA on this machine.
+    """Returns the fastest way to write a GEMM in XLA on this machine, timed by `find`.
 
-    `left` and `right` are the operands' local shapes. `num_ranks` devices compute the
-    dot at the same time. With AVX512-BF16, a bf16 dot is twice as fast with an f32
-    result; with AVX2, it takes 1.5 times as long as with a bf16 result.
+    `left` and `right` are the operands' local shapes. All ranks compute the dot at the
+    same time. With AVX512-BF16, a bf16 dot is twice as fast with an f32 result; with
+    AVX2, it takes 1.5 times as long as with a bf16 result.
     """
 
     def program(variant, a, b):
         return variant(a[0], b[0], dtype)[None]
 
-    ranks = Ranks(num_ranks)
-    shapes = [(num_ranks, *shape) for shape in (left, right)]
-    programs = Programs(
-        ranks, ranks.draw(dtype, shapes, (ROWS, ROWS)), (ROWS, ROWS), ROWS
-    )
+    specs = (ROWS, ROWS)
+    operands = ranks.draw(dtype, [(ranks.num_ranks, *s) for s in (left, right)], specs)
+    programs = Programs(ranks, operands, specs, ROWS)
     variants = {str(v): v for v in dot_variants(layout, dtype, ranks.platform)}
     functions = {text: functools.partial(program, v) for text, v in variants.items()}
-    return variants[programs.fastest("", functions).variant]
+    return variants[programs.fastest("", functions, find).variant]
 
 
 def gather(x: jax.Array) -> jax.Array:
