@@ -162,7 +162,7 @@ class Setup:
         self,
         op: str,
         shape: Shape,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[Candidate | str],
         *,
         num_gemms: int = 1,
         variant: str = "",
@@ -170,16 +170,16 @@ class Setup:
     ) -> Case:
         """Returns a benchmark case; on CPUs, adds the peak rate to the candidates.
 
-        The FLOPs of a call are those of `num_gemms` GEMMs of size `shape`. Without
-        FLOPs, the peak rate is not added.
+        A text among the candidates says why a program cannot run. The FLOPs of a call
+        are those of `num_gemms` GEMMs of size `shape`. Without FLOPs, the peak rate is
+        not added.
         """
         flops = num_gemms * shape.flops
-        every = [
-            *candidates,
-            *peak_candidates(self.ranks, wide_dtype(self.dtype), flops),
-        ]
+        every = [c for c in candidates if not isinstance(c, str)]
+        every += peak_candidates(self.ranks, wide_dtype(self.dtype), flops)
         return Case(
             *(op, variant, self.dtype, self.num_ranks, shape, flops, every),
+            notes=tuple(c for c in candidates if isinstance(c, str)),
             num_processes=jax.process_count(),
             **more,
         )

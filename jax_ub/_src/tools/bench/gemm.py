@@ -49,24 +49,21 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
     platform = setup.ranks.platform
     dots = peers.dot_variants(layout, setup.dtype, platform)
     written = {str(dot): _in_xla(dot, out_dtype) for dot in dots}
-    candidates = [
+    candidates: list[Candidate | str] = [
         programs(cases.OWN, own),
         programs.fastest(cases.BEST, written),
         programs(cases.NAIVE, next(iter(written.values()))),
         cases.copy_limit(shape.bytes(setup.dtype)),
     ]
-    notes: tuple[str, ...] = ()
     if op in ACCUMULATING:
         without = _programs(setup, shape, layout, "", out_dtype)
         candidates.append(without(cases.PLAIN, own_gemm(choice, layout, out_dtype)))
     elif platform == "cpu":
-        onednn = peers.find_onednn(setup.dtype, layout)
-        if isinstance(onednn, str):
-            notes = (onednn,)
-        else:
-            out = shape.sizes(peers.LAYOUTS[layout][2])
-            candidates.append(_in_onednn(onednn, programs.operands, out, added))
-    return setup.case(op, shape, candidates, variant=variant, notes=notes)
+        out = shape.sizes(peers.LAYOUTS[layout][2])
+        candidates.append(
+            _in_onednn(setup.dtype, layout, programs.operands, out, added)
+        )
+    return setup.case(op, shape, candidates, variant=variant)
 
 
 def _programs(setup, shape, layout, added, out_dtype):
@@ -101,7 +98,11 @@ def _in_xla(dot, out_dtype):
     return program
 
 
-def _in_onednn(gemm, operands, out, added):
+def _in_onednn(dtype, layout, operands, out, added):
+    """Returns oneDNN's program, or the reason why there is none."""
+    gemm = peers.find_onednn(dtype, layout)
+    if isinstance(gemm, str):
+        return gemm
     a, b, *third = map(np.asarray, operands)
     y = np.zeros(out, np.float32)
     if third:

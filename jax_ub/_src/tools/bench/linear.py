@@ -128,21 +128,18 @@ class LinearOp:
         choice depends on the machine. `dots` has the GEMMs by name.
         """
 
-        def program(run: Program, moved: str) -> Program:
-            def on_layers(*operands):
-                found = layers(moved)
-                given = map(found.quantized, operands, self.roles)
-                return run(found, dots, *given)
+        def program(run: Program, moved: str, *operands: Any) -> Any:
+            made = layers(moved)
+            return run(made, dots, *map(made.quantized, operands, self.roles))
 
-            return on_layers
-
-        text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
-        found = {}
-        for moved in (dtype, "float32"):
-            for collective, run in self.programs.items():
-                reduced = f"; {collective} in {moved}" if collective else ""
-                found[f"{text}{reduced}"] = program(run, moved)
-        return found
+        texts = [f"{name} {dot}" for name, dot in dots.items()]
+        return {
+            "; ".join([*texts, f"{collective} in {moved}"] if collective else texts): (
+                functools.partial(program, run, moved)
+            )
+            for moved in (dtype, "float32")
+            for collective, run in self.programs.items()
+        }
 
     def in_ring(self, dots: Dots, dtype: str) -> Program:
         return next(iter(self.in_xla(dots, dtype, peers.Rings).values()))
@@ -215,7 +212,11 @@ def _case(op, setup, column, *, quantizes):
     written = _written(op, setup, dots, quantizes)
     timed = [programs.fastest(name, written[name], setup.find) for name in written]
     alone = op.on(Ranks(1), wide, column, given)
-    candidates = [own, *timed, alone(cases.PLAIN, op.own("direct", **options))]
+    candidates: list[Any] = [
+        own,
+        *timed,
+        alone(cases.PLAIN, op.own("direct", **options)),
+    ]
     if recipe is not None:
         candidates.append(op.on(ranks, wide, column)(cases.BF16, op.own(setup.method)))
     if setup.is_job:
@@ -224,28 +225,23 @@ def _case(op, setup, column, *, quantizes):
     else:
         copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
         candidates.append(cases.copy_limit((4 if op.is_pair else 1) * copied))
-    notes: tuple[str, ...] = ()
     if op.name == "all_gather_matmul" and recipe is None and ranks.platform != "cpu":
         kernel = fastest_pallas(programs, shape, wide)
-        if isinstance(kernel, str):
-            text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
-            notes = (f"{PALLAS}: {text}: {kernel}",)
-        else:
-            candidates.append(kernel[0])
+        text = f"{PALLAS}: {op.name} {shape} {wide} P={setup.num_ranks}: {kernel}"
+        candidates.append(text if isinstance(kernel, str) else kernel[0])
     has_memory = not (op.is_pair or setup.is_job)
-    case = setup.case(
+    # With `quantizes`, gradients are also quantized, as e5m2.
+    rounded = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
+    quantizes_in_call = recipe is not None and op.is_pair
+    return setup.case(
         op.name,
         shape,
         candidates,
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
         memory=_memory(op, shape, own, timed[-1], ranks) if has_memory else None,
-        notes=notes,
+        fp8_rounding=float(jnp.finfo(rounded).eps) if quantizes_in_call else 0.0,
     )
-    if recipe is None or not op.is_pair:
-        return case
-    dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
-    return dataclasses.replace(case, fp8_rounding=float(jnp.finfo(dtype).eps))
 
 
 def _written(op, setup, dots, quantizes):
