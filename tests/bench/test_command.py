@@ -9,7 +9,6 @@ from covering import nightly
 
 from jax_ub.__main__ import main
 from jax_ub._src import lowering_log
-from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.output import format_bytes
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools import devices
@@ -32,15 +31,14 @@ def test_the_help_gives_every_op_and_the_defaults(capsys, monkeypatch):
         main(["bench", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     defaults = cases.Options(ops=())
-    dtypes = ",".join(SHORT_NAMES[dtype] for dtype in defaults.dtypes)
-    assert f"(default: {dtypes})" in text
+    assert f"(default: {','.join(defaults.dtypes)})" in text
     assert f"(default: {defaults.rounds}; with" in text
     assert f"(default: {', '.join(map(str, defaults.shapes))})" in text
     assert f"keep the calmest (default: {defaults.patience})" in text
-    assert [op for op in (*command.OPS, "barrier") if op not in text] == []
+    assert [op for op in command.OPS if op not in text] == []
 
 
-@pytest.mark.parametrize("op", list(command.OPS))
+@pytest.mark.parametrize("op", [op for op in command.OPS if op != "barrier"])
 def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
 
     lowering_log.fallbacks(clear=True)
@@ -254,16 +252,8 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
             "none of gemm,fused is compared over processes. Take some of all_gather_m",
         ),
         (
-            ["--processes", "2", "--ops", "latency", "--method", "direct"],
-            "latency between processes is that of ub.all_reduce, which has no method",
-        ),
-        (
-            ["--processes", "2", "--ops", "latency", "--dtypes", "bf16"],
-            "latency between processes is timed in f32. Add f32 to --dtypes.",
-        ),
-        (
-            ["--processes", "2", "--ops", "barrier", "--rounds", "9"],
-            "--rounds has no effect on barrier. Leave it out.",
+            ["--processes", "2", "--ops", "barrier", "--dtypes", "f32"],
+            "--dtypes has no effect on barrier. Leave it out.",
         ),
         (
             ["--ops", "gemm,dgrad_add", "--method", "ring_exchange"],
@@ -286,11 +276,9 @@ def test_conflicting_options_are_rejected(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("arguments", "left_out"),
     [
-        (["--devices", "2"], {"gemm"}),
-        (["--devices", "1"], {"latency"}),
+        (["--devices", "2"], {"gemm", "barrier"}),
+        (["--devices", "1"], {"latency", "barrier"}),
         (["--dtypes", "fp8"], {*command.OPS} - {*command.FP8_OPS}),
-        (["--processes", "2", "--method", "direct"], {"latency"}),
-        (["--processes", "2", "--dtypes", "bf16"], {"latency"}),
         (["--processes", "2"], set()),
     ],
 )

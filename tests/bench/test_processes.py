@@ -7,19 +7,26 @@ import sys
 import pytest
 
 from jax_ub import __main__, _cpu
+from jax_ub._src import lowering_log
+from jax_ub._src.tools.bench import linear
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
+    lowering_log.fallbacks(clear=True)
     path = tmp_path / "found.json"
     often = ["--rounds", "2", "--patience", "2"]
     arguments = ["--processes", "2", "--quick", *often, "--dtypes", "f32"]
-    ops = ["--ops", "matmul_reduce_scatter,barrier", "--json", str(path)]
+    ops = ["--ops", "matmul_reduce_scatter,latency,barrier", "--json", str(path)]
     assert __main__.main(["bench", *arguments, *ops]) == 0
     found = json.loads(path.read_text())
-    assert [r["op"] for r in found["results"]] == ["matmul_reduce_scatter", "barrier"]
-    row = found["results"][0]
+    row, *others = found["results"]
+    assert row["op"] == "matmul_reduce_scatter"
+    assert [(r["op"], r["variant"]) for r in others] == [
+        *(("latency", op) for op in (*linear.FORWARD_OPS, "all_reduce")),
+        ("barrier", ""),
+    ]
     assert row["num_processes"] == row["num_ranks"] == 2
     assert set(row["times_us"]) == {
         "jax_ub",
@@ -31,7 +38,8 @@ def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
     }
     assert {"xla_best", "xla_naive"} == set(row["speedups"])
     assert {"in_process", "plain_gemm", "peak"} == set(row["shares"])
-    assert found["results"][1]["times_us"]["jax_ub"]["median"] > 0
+    assert all(r["times_us"]["jax_ub"]["median"] > 0 for r in others)
+    assert all(r["speedups"]["xla_best"]["median"] > 0 for r in others[:-1])
     assert found["fallbacks"] == []
     report = capfd.readouterr().out
     assert "| barrier " in report

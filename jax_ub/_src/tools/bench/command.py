@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
-from jax_ub._src import dtypes, lowering_log
+import jax
+
+from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.runtime import settings
 from jax_ub._src.scaled_array import MXFP8_BLOCK
@@ -34,29 +35,22 @@ from jax_ub._src.tools.command_line import (
 from jax_ub._src.tools.launch.parts import count
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
-DTYPES = {
-    **{name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")},
-    **{name: name for name in cases.FP8_RECIPES},
-}
+DTYPES = (*Options.dtypes, *cases.FP8_RECIPES)
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
-# Default number of timed rounds with --processes. It is lower than in one process,
-# because a round takes longer: all processes and process 0 alone run their programs in
-# turn.
-_PROCESS_ROUNDS = 7
 # Options that have no effect on an op. All methods but "xla" run local GEMMs alike.
 _WITHOUT = {
     **dict.fromkeys(("gemm", *ACCUMULATING), {"method"}),
     "latency": {"shapes"},
     "small": {"shapes"},
-    "barrier": {"shapes", "dtypes", "method", "rounds", "patience"},
+    "barrier": {"shapes", "dtypes", "method"},
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    some = f"some of {', '.join(OPS)} (default: all); with --processes also barrier"
-    add("--ops", type=names_of([*OPS, "barrier"]), help=some)
+    some = f"some of {', '.join(OPS)} (default: all that the other options allow)"
+    add("--ops", type=names_of(OPS), help=some)
     add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
     some_dtypes = f"some of {', '.join(DTYPES)} (default: bf16,f32)"
     add("--dtypes", type=names_of(DTYPES), help=some_dtypes)
@@ -67,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", type=names_of(VARIANTS), help=variants)
     threads = "values of JAX_UB_NUM_THREADS to compare with the first, such as 2,16"
     add("--threads", type=list_of(positive), help=threads)
-    rounds = "timed calls of each program (default: 11; with --processes "
-    rounds += f"{_PROCESS_ROUNDS}, with --quick 3)"
+    rounds = "timed calls of each program (default: 11; with --quick 3)"
     add("--rounds", type=positive, help=rounds)
     patience = "run up to this many times as many rounds, and keep the calmest "
     patience += "(default: 1)"
@@ -89,30 +82,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def options(given: argparse.Namespace) -> Options:
     """Returns the options of a command line, completed with defaults and checked."""
     in_job = given.processes is not None
-    chosen: dict[str, Any] = {"ops": tuple(OPS)}
-    if in_job:
-        chosen = {"ops": JOB_OPS, "rounds": _PROCESS_ROUNDS}
+    chosen: dict[str, Any] = {"ops": JOB_OPS if in_job else tuple(OPS)}
     if given.quick:
         chosen |= {"devices": (1, 2), "shapes": cases.QUICK_SHAPES, "rounds": 3}
     for field in dataclasses.fields(Options):
         value = getattr(given, field.name)
         if value is not None:
-            chosen[field.name] = value
-    if given.dtypes is not None:
-        chosen["dtypes"] = tuple(DTYPES[name] for name in given.dtypes)
-    if given.threads is not None:
-        chosen["threads"] = tuple(dict.fromkeys(given.threads))
+            unique = dict.fromkeys(value) if isinstance(value, tuple) else None
+            chosen[field.name] = value if unique is None else tuple(unique)
+    if in_job:
+        chosen["devices"] = given.processes
     found = Options(**chosen)
-    unmeasured = _unmeasured(given, found)
+    unmeasured = _unmeasured(found, in_job)
     # Without --ops, the ops are those that have cases with these options.
     named = [] if given.ops is None else unmeasured.values()
     for reason in (*_conflicts(given, found), *named):
         raise UnsupportedOverlapError(f"bench: {reason}")
-    known = JOB_OPS if in_job else found.ops
-    measured = tuple(op for op in known if op in found.ops and op not in unmeasured)
+    measured = tuple(op for op in found.ops if op not in unmeasured)
     found = dataclasses.replace(found, ops=measured)
-    if in_job:
-        found = dataclasses.replace(found, devices=given.processes)
     _check_shapes(found, "--processes" if in_job else "--devices")
     return found
 
@@ -145,35 +132,36 @@ def _check_blocks(op, shape, num_ranks):
         )
 
 
-def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
-    """Yields why options of a command line, `given`, have no effect.
+def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
+    """Returns why options of a command line, `given`, have no effect.
 
     `found` has the options with their defaults.
     """
-    ops, on_gpus = set(found.ops), given.platform == "cuda"
+    in_job, on_gpus = given.processes is not None, given.platform == "cuda"
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    of_one_process = {
-        "--devices": given.devices,
-        "--platform cuda": on_gpus,
-        "--threads": given.threads,
-        f"--dtypes {fp8}": fp8,
+    apart = "has no effect with {}. Leave one of them out.".format
+    conflicts = {
+        f"--devices {apart('--processes')}": in_job and given.devices,
+        f"--platform cuda {apart('--processes')}": in_job and on_gpus,
+        f"--threads {apart('--processes')}": in_job and given.threads,
+        f"--dtypes {fp8} {apart('--processes')}": in_job and fp8,
+        f"--platform cuda {apart('--threads')}": on_gpus and given.threads,
+        "--processes 1 compares no processes. Give 2 or more.": (
+            in_job and 1 in given.processes
+        ),
+        _without_fp8(found.ops): fp8 and set(found.ops).isdisjoint(FP8_OPS),
+        "--variants are those of the op gemm. Add gemm to --ops.": (
+            found.variants and "gemm" not in found.ops
+        ),
+        "--variants are those of the op gemm, on one device. Add 1 to --devices.": (
+            found.variants and 1 not in found.devices
+        ),
     }
-    for option, value in of_one_process.items():
-        if given.processes is not None and value:
-            yield f"{option} has no effect with --processes. Leave one of them out."
-    if 1 in (given.processes or ()):
-        yield "--processes 1 compares no processes. Give 2 or more."
-    if given.threads and on_gpus:
-        yield "--platform cuda has no effect with --threads. Leave one of them out."
-    if fp8 and ops.isdisjoint(FP8_OPS):
-        yield _without_fp8(found.ops)
-    if found.variants and "gemm" not in ops:
-        yield "--variants are those of the op gemm. Add gemm to --ops."
-    if found.variants and 1 not in found.devices:
-        yield "--variants are those of the op gemm, on one device. Add 1 to --devices."
     if given.part is None:  # the processes of a job get all options, also the defaults
+        ops = ", ".join(found.ops)
         for option in _unread(given, found.ops):
-            yield f"--{option} has no effect on {_names(found.ops)}. Leave it out."
+            conflicts[f"--{option} has no effect on {ops}. Leave it out."] = True
+    return [text for text, is_so in conflicts.items() if is_so]
 
 
 def _unread(given, ops):
@@ -187,76 +175,51 @@ def _unread(given, ops):
 
 
 def _without_fp8(ops):
-    return f"none of {','.join(ops)} has FP8 operands. Take some of {_names(FP8_OPS)}."
+    some = ", ".join(FP8_OPS)
+    return f"none of {','.join(ops)} has FP8 operands. Take some of {some}."
 
 
-def _unmeasured(given: argparse.Namespace, found: Options) -> dict[str, str]:
+def _unmeasured(found: Options, in_job: bool) -> dict[str, str]:
     """Returns the ops that have no case with these options, each with the reason."""
-    reasons: dict[str, str] = {}
-
-    def leave_out(ops, reason):
-        reasons.update(dict.fromkeys(ops, reason))
-
-    if given.processes is not None:
-        others = [op for op in found.ops if op not in JOB_OPS]
-        some, named = _names(JOB_OPS), ",".join(others)
-        leave_out(
-            others, f"none of {named} is compared over processes. Take some of {some}."
+    if in_job:
+        alone, some = [op for op in found.ops if op not in JOB_OPS], ", ".join(JOB_OPS)
+        return dict.fromkeys(
+            alone,
+            f"none of {','.join(alone)} is compared over processes. Take some of "
+            f"{some}.",
         )
-        if found.method != "auto":
-            reason = "latency between processes is that of ub.all_reduce, which has no "
-            leave_out(["latency"], f"{reason}method. Leave --method out, or latency.")
-        elif "float32" not in found.dtypes:
-            reason = "latency between processes is timed in f32. Add f32 to --dtypes."
-            leave_out(["latency"], reason)
-    else:
-        leave_out(["barrier"], "a barrier is between processes. Add --processes 2.")
-        if 1 not in found.devices:
-            leave_out(["gemm"], "the op gemm runs on one device. Add 1 to --devices.")
-        if set(found.devices) <= {1}:
-            leave_out(["latency"], "latency is between ranks. Add 2 to --devices.")
-        if set(found.dtypes) <= set(cases.FP8_RECIPES):
-            others = [op for op in found.ops if op not in FP8_OPS]
-            leave_out(others, f"{_without_fp8(others)} Or add bf16 to --dtypes.")
+    reasons = {"barrier": "a barrier is between processes. Add --processes 2."}
+    if 1 not in found.devices:
+        reasons["gemm"] = "the op gemm runs on one device. Add 1 to --devices."
+    if set(found.devices) <= {1}:
+        reasons["latency"] = "latency is between ranks. Add 2 to --devices."
+    if set(found.dtypes) <= set(cases.FP8_RECIPES):
+        wide = [op for op in found.ops if op not in FP8_OPS]
+        reason = f"{_without_fp8(wide)} Or add bf16 to --dtypes."
+        reasons |= dict.fromkeys(wide, reason)
     return {op: reasons[op] for op in found.ops if op in reasons}
-
-
-def _names(ops):
-    return ", ".join(ops)
 
 
 def command(given: argparse.Namespace) -> int:
     """Runs the benchmark of a parsed command line; returns the exit status."""
     chosen = options(given)
     settings.check()  # before any process is started
+    rounds = f"{chosen.rounds} rounds"
     if given.part is not None:
         measure.run_part(given.part, chosen)
-    elif given.processes is not None:
-        _run_processes(given, chosen)
-    else:
+    elif given.processes is None:
         devices.start("bench", max(chosen.devices), given.platform)
-        about, measured = report.environment(), measure.measure(chosen, Runner())
-        rounds = f"{chosen.rounds} rounds"
-        _report(given, chosen, about, rounds, measured, lowering_log.fallbacks)
+        _report(given, chosen, rounds, measure.measure(chosen, Runner()))
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        rounds += " of the slowest process, XLA with gloo"
+        _report(given, chosen, rounds, measure.run_jobs(chosen))
     return 0
 
 
-def _run_processes(given, chosen):
-    """Runs a multi-process job for each number in `--processes`; prints all results."""
-    numbers = command_line.progress("bench", given.processes)
-    jobs = [measure.run_job(number, chosen) for number in numbers]
-    about, _, _ = jobs[0]
-    by_op = sorted(
-        (result for _, results, _ in jobs for result in results),
-        key=lambda result: chosen.ops.index(result.case.op),
-    )
-    fallbacks = list(dict.fromkeys(each for *_, every in jobs for each in every))
-    rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
-    _report(given, chosen, about, rounds, by_op, lambda: fallbacks)
-
-
-def _report(given, chosen, about, rounds, measured, fallbacks):
+def _report(given, chosen, rounds, measured):
     """Prints a table for each op, as soon as it is `measured`, and writes the JSON."""
+    about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {rounds}')
     command_line.say(given, title)
     results: list[Result] = []
@@ -267,7 +230,7 @@ def _report(given, chosen, about, rounds, measured, fallbacks):
             **about,
             "options": dataclasses.asdict(chosen),
             "results": [result.as_json() for result in results],
-            "fallbacks": [dataclasses.asdict(each) for each in fallbacks()],
+            "fallbacks": [dataclasses.asdict(f) for f in lowering_log.fallbacks()],
         }
         command_line.write(given, document, is_complete=is_complete)
 
@@ -279,5 +242,5 @@ def _report(given, chosen, about, rounds, measured, fallbacks):
                 write(is_complete=False)
         finally:  # an interrupted run prints and leaves its results
             command_line.say(given, f"\n{report.table(results[start:])}")
-    command_line.say(given, report.sections(results, fallbacks()), end="")
+    command_line.say(given, report.sections(results, lowering_log.fallbacks()), end="")
     write(is_complete=True)

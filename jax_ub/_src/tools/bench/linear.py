@@ -294,15 +294,14 @@ def _memory(op, shape, own, best, ranks):
 def latency(setup: Setup, shape: Shape) -> list[Case]:
     """Returns a benchmark case for each op: chained calls with 256 elements per rank.
 
-    The size is fixed, so `shape` is ignored. With one rank, the list is empty, and with
-    several processes, only the all-reduce is a case.
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
     """
     if setup.num_ranks == 1:
         return []
-    calls: dict[str, tuple[Program, Program]] = {}
-    if not setup.is_job:
-        calls = {op: (f.own(setup.method), f.naive) for op, f in FORWARD_OPS.items()}
-    if setup.is_job or setup.method == "auto":  # `ub.all_reduce` has no `method`
+    calls: dict[str, tuple[Program, Program]] = {
+        op: (f.own(setup.method), f.naive) for op, f in FORWARD_OPS.items()
+    }
+    if setup.method == "auto":  # `ub.all_reduce` has no `method`
         calls["all_reduce"] = (
             lambda x, w: ub.all_reduce(x, axis_name=AXIS),
             lambda x, w: lax.psum(x, AXIS),

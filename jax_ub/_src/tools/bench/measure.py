@@ -20,8 +20,7 @@ from jax.experimental import multihost_utils
 
 import jax_ub as ub
 from jax_ub._src import lowering_log
-from jax_ub._src.dtypes import SHORT_NAMES
-from jax_ub._src.lowering_log import Fallback
+from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.runtime import communicators, cpu_engine
 from jax_ub._src.tools import command_line, timing
 from jax_ub._src.tools.bench import cases, linear, report
@@ -35,12 +34,29 @@ from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.timing import Candidate, Rounds
 
-_BARRIERS, _BATCHES = 500, 15
+# How many barriers of jax_ub's engine are timed at once.
+_NUM_BARRIERS = 500
 # How often a job times each of XLA's programs to find the fastest one. Two times were
 # too few: at 64 rows in bf16, they selected a program that takes 1.5 times as long.
 _TRIALS = 8
 
-# The functions that build the cases of each op. A barrier between processes has none.
+
+class Barriers(Candidate):
+    """Barriers between all processes of the job; its time is that of one of them."""
+
+    def seconds(self) -> float:
+        return self()
+
+
+def barrier(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns the benchmark case of a barrier of jax_ub's engine, without peers."""
+    (connection,) = communicators.connections()
+    seconds = connection.communicator.barrier_seconds
+    barriers = Barriers(cases.OWN, seconds, [_NUM_BARRIERS])
+    return [setup.case("barrier", Shape(1, 1, 1), [barriers], num_gemms=0)]
+
+
+# The functions that build the cases of each op.
 OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
     "gemm": gemm,
     **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
@@ -48,10 +64,11 @@ OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
     "fused": fused,
     "latency": linear.latency,
     "small": linear.small,
+    "barrier": barrier,
 }
 FP8_OPS = tuple(LINEAR_OPS)
 JOB_OPS = (*FORWARD_OPS, "latency", "barrier")  # that are measured with --processes
-# Sizes of the ops that ignore --shapes.
+# Sizes of the ops that ignore --shapes. A barrier also ignores --dtypes.
 FIXED_SHAPES = {
     "latency": [linear.LATENCY_SHAPE],
     "small": [*linear.SMALL_SHAPES.values()],
@@ -69,19 +86,18 @@ class Runner:
 
 def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
     """Builds, checks and times all benchmark cases, and yields their results."""
-    is_job = jax.process_count() > 1
     sizes = [
         (op, dtype, num_ranks, shape)
         for op in chosen.ops
-        if op in OPS
-        for dtype in (("float32",) if is_job and op in FIXED_SHAPES else chosen.dtypes)
+        for dtype in (chosen.dtypes[:1] if op == "barrier" else chosen.dtypes)
         for num_ranks in chosen.devices
         if op in FP8_OPS or dtype not in cases.FP8_RECIPES
         for shape in (chosen.shapes[:1] if op in FIXED_SHAPES else chosen.shapes)
     ]
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         ranks, variants = runner.ranks(num_ranks), chosen.variants
-        setup = Setup(ranks, dtype, chosen.method, variants, runner.find)
+        name = BY_SHORT_NAME.get(dtype, dtype)
+        setup = Setup(ranks, name, chosen.method, variants, runner.find)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
@@ -148,18 +164,6 @@ class Job(Runner):
         """Returns the fastest of several variants of a program."""
         return timing.fastest(variants, self.interleave, _TRIALS)
 
-    def barrier(self) -> Result:
-        """Times a barrier of jax_ub's engine between all processes of the job."""
-        (connection,) = communicators.connections()
-        seconds = connection.communicator.barrier_seconds
-        self.synchronize()
-        seconds(_BARRIERS)
-        times = [1e6 * self._largest(seconds(_BARRIERS)) for _ in range(_BATCHES)]
-        case = Setup(self._all, dtype="", method="auto").case(
-            "barrier", Shape(1, 1, 1), [], num_gemms=0
-        )
-        return Result(case, {cases.OWN: timing.summarize(times)})
-
     def _seconds(self, candidate):
         """Returns the seconds of a call that starts in all processes simultaneously.
 
@@ -182,30 +186,32 @@ class Job(Runner):
         return max(self._gather(value))
 
 
-def run_job(
-    num_processes: int, options: Options
-) -> tuple[dict[str, Any], list[Result], tuple[Fallback, ...]]:
-    """Runs the benchmark in several processes, and returns what process 0 measured.
+def run_jobs(options: Options) -> Iterator[Result]:
+    """Runs the benchmark in several processes, in a job for each number of processes.
 
-    These are its environment, the results and the fallbacks to plain JAX.
+    Yields the results of process 0, and records its fallbacks to plain JAX as those of
+    this process.
     """
-    lists = {
-        "processes": [num_processes],
-        "ops": options.ops,
-        "dtypes": [SHORT_NAMES[dtype] for dtype in options.dtypes],
-        "shapes": options.shapes,
-        **{name: [getattr(options, name)] for name in ("rounds", "patience", "method")},
-    }
-    # Each process has as many devices as there are ranks, because process 0 also runs
-    # every op on its own devices alone.
-    with parts.parts_of(
-        "bench",
-        [f"--{name}={','.join(map(str, lists[name]))}" for name in lists],
-        num_processes=num_processes,
-        devices_per_process=num_processes,
-        stdout=command_line.progress_file(),
-    ) as paths:
-        return pickle.loads(paths[0].read_bytes())
+    for num_processes in command_line.progress("bench", options.devices):
+        values = vars(options) | {"devices": (), "processes": (num_processes,)}
+        # Each process has as many devices as there are ranks, because process 0 also
+        # runs every op on its own devices alone.
+        with parts.parts_of(
+            "bench",
+            [_argument(name, value) for name, value in values.items() if value != ()],
+            num_processes=num_processes,
+            devices_per_process=num_processes,
+            stdout=command_line.progress_file(),
+        ) as paths:
+            results, fallbacks = pickle.loads(paths[0].read_bytes())
+        for fallback in fallbacks:
+            lowering_log.record_fallback(fallback.label, fallback.reason)
+        yield from results
+
+
+def _argument(name, value):
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"--{name}={text}"
 
 
 def run_part(path: pathlib.Path, options: Options) -> None:
@@ -219,15 +225,13 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         features = max(max(shape.K, shape.N) for shape in options.shapes)
         mesh = job.ranks(num).mesh
         ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
-        environment, results = report.environment(), []
+        results = []
         for result in measure(options, job):
             results.append(result)
             if job.is_first:
                 print(report.table([result]), flush=True)
-        if "barrier" in options.ops:
-            results.append(job.barrier())
         if job.is_first:
-            found = environment, results, lowering_log.fallbacks()
+            found = results, lowering_log.fallbacks()
             parts.part_path(path, 0).write_bytes(pickle.dumps(found))
         job.synchronize()
         ub.destroy_ub()

@@ -115,13 +115,13 @@ def _cells(result: Result) -> dict[str, str]:
     """Returns {column: cell} of a result, with "" for columns without a value."""
     case, own = result.case, result.own
     precision = ".0f" if result.gflops >= 10 else ".2g"
-    in_job = case.num_processes > 1
+    in_job, has_operands = case.num_processes > 1, case.op != "barrier"
     found = {
         "op": case.name,
         "P": "" if in_job else str(case.num_ranks),
         "processes": str(case.num_processes) if in_job else "",
-        "dtype": case.dtype,
-        "M x K x N": str(case.shape) if case.op != "barrier" else "",
+        "dtype": case.dtype if has_operands else "",
+        "M x K x N": str(case.shape) if has_operands else "",
         "threads": str(result.threads or ""),
         "time": format_seconds(own.median / 1e6),
         "spread": f"{own.spread:.0%}",
