@@ -78,14 +78,15 @@ class Memory:
     """The bytes that a benchmark's programs allocate besides operands and results.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
-    best one. jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
-    communication memory that the engine holds in this process, and `residual_bytes` is
-    what jax_ub's program saves for its backward pass.
+    best one. `avoided_bytes` is the size of a buffer that jax_ub does not allocate:
+    the gathered x [M, K], each rank's partial sums [M, N], or the temporary buffers of
+    the unfused operations. `workspace_bytes` is the communication memory that the
+    engine holds in this process, and `residual_bytes` is what jax_ub's program saves
+    for its backward pass.
     """
 
     own_bytes: int
     peer_bytes: int
-    avoided: str
     avoided_bytes: int
     workspace_bytes: int = 0
     residual_bytes: int | None = None

@@ -33,7 +33,7 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
         sequences(shape, jnp.dtype(setup.dtype), method)
         for method in (setup.method, "xla")
     )
-    return [_case(setup, shape, name, own[name], plain[name]) for name in own]
+    return [_case(setup, shape, name, *own[name], plain[name][2]) for name in own]
 
 
 def _overlapped(shape, dtype, method) -> dict[str, _Sequence]:
@@ -79,28 +79,50 @@ def _local(shape, dtype, method) -> dict[str, _Sequence]:
     }
 
 
-def _case(setup, shape, variant, sequence, plain) -> Case:
-    programs = _programs(setup, shape, *sequence)
-    operations = sequence[2]
-    num_inputs = _num_extra(operations, "inputs")
+def _case(setup, shape, variant, x, y, operations, plain) -> Case:
+    """Returns the benchmark case of a `_Sequence`; `plain` has XLA's operations."""
 
-    def candidate(name, operations, *, is_fused, text=""):
+    def spec_of(dims):
+        spec = COLUMNS if "N" in dims else ROWS
+        return spec if setup.num_ranks > 1 else Spec()
+
+    def draw(array_shape, spec, scale=1.0):
+        array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)
+        return setup.ranks.place(array, spec)
+
+    seq = ops.Sequential(*operations)
+    params = jax.tree.map(
+        lambda param, spec: draw(param.shape, spec, max(param.shape) ** -0.5),
+        *(jax.eval_shape(seq.init, jax.random.key(0)), seq.specs()),
+    )
+    inputs = [y] * sum(op.num_extra_inputs for op in operations)
+    outputs = [x] * sum(op.num_extra_outputs for op in operations)
+    operands = (x, y, *inputs, *outputs)  # x, dy, extra inputs, gradients of outputs
+    specs = [*map(spec_of, operands)]
+    arrays = [*map(draw, map(shape.sizes, operands), specs)]
+    # The program returns the results and the gradients of its inputs. An extra output
+    # is the input x itself; an extra input is added to the result, and has a gradient.
+    results = jax.tree.map(spec_of, (y, *outputs) if outputs else y)
+    gradients = (seq.specs(), *map(spec_of, (x, *inputs)))
+    programs = Programs(
+        *(setup.ranks, [params, *arrays], [seq.specs(), *specs], (results, gradients))
+    )
+
+    def candidate(name, operations, context, text=""):
         seq = ops.Sequential(*operations)
 
         def run(params, x, dy, *extra):
-            inputs, outputs = extra[:num_inputs], extra[num_inputs:]
-            with contextlib.nullcontext() if is_fused else ops.without_fusions():
-                y, transposed = jax.vjp(seq, params, x, *inputs)
-                return y, transposed((dy, *outputs) if outputs else dy)
+            added, dys = extra[: len(inputs)], extra[len(inputs) :]
+            with context():
+                y, transposed = jax.vjp(seq, params, x, *added)
+                return y, transposed((dy, *dys) if dys else dy)
 
         return programs(name, run, text)
 
-    own = candidate(cases.OWN, operations, is_fused=True)
-    unfused = candidate(cases.UNFUSED, operations, is_fused=False)
+    own = candidate(cases.OWN, operations, contextlib.nullcontext)
+    unfused = candidate(cases.UNFUSED, operations, ops.without_fusions)
     text = "the same operations in plain jax.lax"
-    best = candidate(cases.BEST, plain[2], is_fused=False, text=text)
-    own_bytes, peer_bytes, avoided_bytes = map(cases.temp_bytes, (own, best, unfused))
-    avoided = "what the unfused operations need"
+    best = candidate(cases.BEST, plain, ops.without_fusions, text)
     has_gemms = any(isinstance(op, ops.BasicLinear) for op in operations)
     return setup.case(
         "fused",
@@ -108,43 +130,5 @@ def _case(setup, shape, variant, sequence, plain) -> Case:
         [own, best, unfused],
         num_gemms=3 if has_gemms else 0,
         variant=variant,
-        memory=Memory(own_bytes, peer_bytes, avoided, avoided_bytes),
+        memory=Memory(*map(cases.temp_bytes, (own, best, unfused))),
     )
-
-
-def _num_extra(operations, kind):
-    """Returns the number of extra "inputs" or "outputs" of a sequence."""
-    return sum(getattr(op, f"num_extra_{kind}") for op in operations)
-
-
-def _programs(setup, shape, x, y, operations) -> Programs:
-    """Returns what makes programs of (params, x, dy, extra inputs or outputs)."""
-
-    def draw(array_shape, spec, scale=1.0):
-        array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)
-        return setup.ranks.place(array, spec)
-
-    def spec_of(dims):
-        spec = COLUMNS if "N" in dims else ROWS
-        return spec if setup.num_ranks > 1 else Spec()
-
-    seq = ops.Sequential(*operations)
-    params = tuple(
-        {
-            name: draw(param.shape, spec[name], max(param.shape) ** -0.5)
-            for name, param in part.items()
-        }
-        for part, spec in zip(
-            jax.eval_shape(seq.init, jax.random.key(0)), seq.specs(), strict=True
-        )
-    )
-    inputs = _num_extra(operations, "inputs") * [spec_of(y)]
-    outputs = _num_extra(operations, "outputs") * [spec_of(x)]
-    extra = [y] * len(inputs) + [x] * len(outputs)
-    arrays = [draw(shape.sizes(dims), spec_of(dims)) for dims in (x, y, *extra)]
-    specs = [seq.specs(), *map(spec_of, (x, y, *extra))]
-    # The program returns the results and the gradients of its inputs. An extra output
-    # is the input x itself; an extra input is added to the result, and has a gradient.
-    results = (spec_of(y), *outputs) if outputs else spec_of(y)
-    gradients = (seq.specs(), spec_of(x), *inputs)
-    return Programs(setup.ranks, [params, *arrays], specs, (results, gradients))

@@ -8,6 +8,7 @@ of a call that sends almost no data.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -199,7 +200,8 @@ def _case(op, setup, column, *, quantizes):
     given = None if quantizes else recipe
     options = {"fp8": recipe} if quantizes else {}
     if given is not None and op.is_pair:
-        options["hidden"] = functools.partial(peers.quantized, recipe, role=INPUT)
+        layers = Collectives(wide, recipe)
+        options["hidden"] = functools.partial(layers.quantized, role=INPUT)
     local = Shape(column.M, column.K, column.N // setup.num_ranks)
     dots = {
         name: peers.fastest_dot(
@@ -272,11 +274,7 @@ def _written(op, setup, dots, quantizes):
 
 def _memory(op, shape, own, best, ranks):
     x = own.operands[0]
-    avoided = "the gathered x [M, K]"
-    avoided_bytes = shape.M * shape.K * x.dtype.itemsize
-    if op.is_row:
-        avoided = "the partial sums [M, N] of each rank"
-        avoided_bytes = shape.M * shape.N * peers.wide_dtype(x).itemsize
+    dims, dtype = ("MN", peers.wide_dtype(x)) if op.is_row else ("MK", x.dtype)
     # Frees jax_ub's communication buffers first, because they keep the largest size of
     # all earlier cases.
     communicators.release_slots()
@@ -284,8 +282,7 @@ def _memory(op, shape, own, best, ranks):
     return Memory(
         own_bytes=cases.temp_bytes(own),
         peer_bytes=cases.temp_bytes(best),
-        avoided=avoided,
-        avoided_bytes=avoided_bytes,
+        avoided_bytes=math.prod(shape.sizes(dims)) * dtype.itemsize,
         workspace_bytes=memory_report().held_bytes,
         residual_bytes=cases.residual_bytes(own, ranks.num_ranks),
     )
@@ -358,26 +355,11 @@ def _chain(op, call, num_calls, x, w):
     return y
 
 
-def _column(layers, dots, x, w):
-    return layers.gather_dot(x, w, dots["column_nn"])
-
-
-def _row(layers, dots, x, w):
-    return layers.dot_scatter(x, w, dots["row_nn"])
-
-
-def _row_psum(layers, dots, x, w):
-    return layers.dot_psum(x, w, dots["row_nn"])
-
-
-def _row_scatter_and_gather(layers, dots, x, w):
-    return layers.gather(_row(layers, dots, x, w))
-
-
 def _pair(layers, dots, x, w1, w2, dy):
     dtype = peers.wide_dtype(x)
-    hidden = layers.quantized(_column(layers, dots, x, w1), INPUT)
-    y = _row(layers, dots, hidden, w2)
+    hidden = layers.gather_dot(x, w1, dots["column_nn"])
+    hidden = layers.quantized(hidden, INPUT)
+    y = layers.dot_scatter(hidden, w2, dots["row_nn"])
     dy = layers.quantized(dy, OUTPUT_GRAD)
     d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
     dw2 = dots["row_tn"](hidden, layers.gather(dy), dtype)
@@ -400,7 +382,12 @@ def _own_pair(method, fp8=None, hidden=lambda x: x):
     return _with_gradients(column, lambda x, w: row(hidden(x), w))
 
 
-def _forward_op(public, naive, gemm, programs) -> LinearOp:
+def _forward_op(public, naive, gemm, methods) -> LinearOp:
+    """Returns a forward op; `methods` has {collective: method of `Collectives`}."""
+
+    def program(method, layers, dots, x, w):
+        return getattr(layers, method)(x, w, dots[gemm])
+
     return LinearOp(
         name=public.__name__,
         operands=_GEMMS[gemm][:2],
@@ -408,20 +395,21 @@ def _forward_op(public, naive, gemm, programs) -> LinearOp:
         # sharded by rows, because shard_map would otherwise check the replication.
         results=_GEMMS[gemm][2:],
         gemms=(gemm,),
-        programs=programs,
+        programs={
+            collective: functools.partial(program, method)
+            for collective, method in methods.items()
+        },
         own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
         naive=naive,
     )
 
 
-_SCATTER = {"psum_scatter": _row}
-_REDUCE = {"psum_scatter and all_gather": _row_scatter_and_gather, "psum": _row_psum}
+_GATHER, _SCATTER = {"": "gather_dot"}, {"psum_scatter": "dot_scatter"}
+_REDUCE = {"psum_scatter and all_gather": "dot_scatter_gather", "psum": "dot_psum"}
 FORWARD_OPS = {
     op.name: op
     for op in (
-        _forward_op(
-            ub.all_gather_matmul, peers.naive_column, "column_nn", {"": _column}
-        ),
+        _forward_op(ub.all_gather_matmul, peers.naive_column, "column_nn", _GATHER),
         _forward_op(ub.matmul_reduce_scatter, peers.naive_row, "row_nn", _SCATTER),
         _forward_op(ub.matmul_all_reduce, peers.naive_all_reduce, "row_nn", _REDUCE),
     )

@@ -148,13 +148,6 @@ def wide_dtype(x: Any) -> Any:
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 
-def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
-    """Quantizes a rank's array to FP8, in `jax.shard_map`; keeps it if it is FP8."""
-    if is_scaled(x):
-        return x
-    return ub.quantize(x, recipe, role=role, axis_name=AXIS)
-
-
 # `bench.linear` builds its programs from the methods of the classes below. `Rings`
 # overlaps a collective and a GEMM, `Collectives` runs one after the other.
 
@@ -180,13 +173,16 @@ class Collectives:
     def quantized(self, x: Any, role: str | None) -> Any:
         """Returns x quantized for its role: an activation, a kernel or a gradient.
 
-        An x without a role is returned as it is, and every x without a recipe.
+        An x without a role is returned as it is, and every x without a recipe. An x
+        that is FP8 keeps its values.
         """
         if self.recipe is None or role is None:
             return x
         if role == OUTPUT_GRAD and not self.quantizes_gradients:
             return x
-        q = quantized(self.recipe, x, role)
+        q = x
+        if not is_scaled(x):
+            q = ub.quantize(x, self.recipe, role=role, axis_name=AXIS)
         return q.dequantize() if self.dequantizes else q
 
     def gather(self, x: Any) -> Any:
@@ -203,6 +199,9 @@ class Collectives:
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
         return scatter(dot(x, w, self.moved)).astype(wide_dtype(x))
+
+    def dot_scatter_gather(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        return self.gather(self.dot_scatter(x, w, dot))
 
     def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
         return lax.psum(dot(x, w, self.moved), AXIS).astype(wide_dtype(x))

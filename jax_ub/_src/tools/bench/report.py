@@ -167,7 +167,7 @@ def _memory(results):
             *map(format_bytes, (m.own_bytes, m.peer_bytes)),
             "" if m.residual_bytes is None else format_bytes(m.residual_bytes),
             format_bytes(m.workspace_bytes // result.case.num_ranks),
-            f"{m.avoided}: {format_bytes(m.avoided_bytes)}",
+            format_bytes(m.avoided_bytes),
         )
         for result in results
         if (m := result.case.memory) is not None
