@@ -1,5 +1,4 @@
 import argparse
-import collections
 import importlib.metadata
 import json
 
@@ -102,25 +101,20 @@ def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
     found = run(tmp_path, *asked, "--threads", "1,3,1")
     assert cpu_engine.load().num_threads() == before
     assert found["options"]["threads"] == [1, 3]
-    by_case = collections.defaultdict(list)
-    for result in found["results"]:
-        by_case[result["op"], result["variant"]].append(result)
-    forward = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
-    assert set(by_case) == {
+    forward = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    assert {(result["op"], result["variant"]) for result in found["results"]} == {
         *(("small", op) for op in forward),
-        *(("latency", op) for op in forward | {"all_reduce"}),
+        *(("latency", op) for op in (*forward, "all_reduce")),
         ("dgrad_add", "nt+add"),
     }
-    for first, other in by_case.values():
-        assert (first["threads"], other["threads"]) == (1, 3)
-        assert first["over_first"]["median"] == 1
-        own = [r["times_us"]["jax_ub"]["median"] for r in (first, other)]
-        assert other["over_first"]["median"] == pytest.approx(own[1] / own[0])
-        assert first["times_us"]["xla_best"] == other["times_us"]["xla_best"]
-        assert other["speedups"]["xla_best"]["median"] > 0
-        if first["op"] == "small":
-            assert other["shares"]["plain_gemm"]["median"] > 0
-    assert "| over first " in capsys.readouterr().out
+    for result in found["results"]:
+        times_us = result["times_us"]
+        ratio = times_us["jax_ub@3"]["median"] / times_us["jax_ub"]["median"]
+        assert result["speedups"]["jax_ub@3"]["median"] == pytest.approx(ratio)
+        assert result["speedups"]["xla_best"]["median"] > 0
+        if result["op"] == "small":
+            assert result["shares"]["plain_gemm"]["median"] > 0
+    assert "| jax_ub@3 " in capsys.readouterr().out
 
 
 def test_slots_of_a_method_are_counted_as_memory(tmp_path):

@@ -47,7 +47,7 @@ class Programs:
     carry: int | None = None
 
     def __call__(
-        self, name: str, function: Callable[..., Any], variant: str = ""
+        self, name: str, function: Callable[..., Any], variant: Any = None
     ) -> Candidate:
         donated = () if self.carry is None else (self.carry,)
         program = self.ranks.program(function, self.in_specs, self.out_specs, donated)
@@ -56,11 +56,11 @@ class Programs:
     def fastest(
         self,
         name: str,
-        functions: Mapping[str, Callable[..., Any]],
+        functions: Mapping[Any, Callable[..., Any]],
         find: Callable[[Sequence[Candidate]], Candidate] = fastest,
     ) -> Candidate:
-        """Returns the fastest of {description: function}, as timed by `find`."""
-        found = find([self(name, f, text) for text, f in functions.items()])
+        """Returns the fastest of {variant: function}, as timed by `find`."""
+        found = find([self(name, f, variant) for variant, f in functions.items()])
         # The trials have replaced the operand `carry`.
         return dataclasses.replace(found, operands=self._fresh())
 
@@ -129,9 +129,8 @@ def fastest_pallas(
     found: Any = pallas_programs(shape, dtype, programs.ranks)
     if isinstance(found, str):
         return found
-    tiles = {str(tiles): tiles for tiles in found}
     try:
-        best = programs.fastest(PALLAS, {str(t): found[t] for t in found})
+        best = programs.fastest(PALLAS, found)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return f"it failed: {str(error).splitlines()[0]}"
-    return best, tiles[best.variant]
+    return best, best.variant

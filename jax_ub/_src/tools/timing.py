@@ -44,7 +44,7 @@ class Candidate:
 
     Attributes:
         name: column of the table that shows it.
-        variant: describes how the program is written, if variants were tried.
+        variant: the key of this variant of the program, if several were tried.
         carry: index of a donated operand, which the result replaces after each call.
         lost: share of the machine's peak rate that was missing in the last call; only
             `PeakCandidate` sets it.
@@ -53,7 +53,7 @@ class Candidate:
     name: str
     program: Any
     operands: list[Any]
-    variant: str = ""
+    variant: Any = None
     carry: int | None = None
     lost: float = 0.0
 

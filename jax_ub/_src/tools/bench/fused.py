@@ -108,7 +108,7 @@ def _case(setup, shape, variant, x, y, operations, plain) -> Case:
         *(setup.ranks, [params, *arrays], [seq.specs(), *specs], (results, gradients))
     )
 
-    def candidate(name, operations, context, text=""):
+    def candidate(name, operations, context):
         seq = ops.Sequential(*operations)
 
         def run(params, x, dy, *extra):
@@ -117,12 +117,11 @@ def _case(setup, shape, variant, x, y, operations, plain) -> Case:
                 y, transposed = jax.vjp(seq, params, x, *added)
                 return y, transposed((dy, *dys) if dys else dy)
 
-        return programs(name, run, text)
+        return programs(name, run)
 
     own = candidate(cases.OWN, operations, contextlib.nullcontext)
     unfused = candidate(cases.UNFUSED, operations, ops.without_fusions)
-    text = "the same operations in plain jax.lax"
-    best = candidate(cases.BEST, plain, ops.without_fusions, text)
+    best = candidate(cases.BEST, plain, ops.without_fusions)
     has_gemms = any(isinstance(op, ops.BasicLinear) for op in operations)
     return setup.case(
         "fused",

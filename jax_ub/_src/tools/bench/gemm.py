@@ -48,7 +48,7 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
     programs = _programs(setup, shape, layout, added, out_dtype)
     platform = setup.ranks.platform
     dots = peers.dot_variants(layout, setup.dtype, platform)
-    written = {str(dot): _in_xla(dot, out_dtype) for dot in dots}
+    written = {dot: _in_xla(dot, out_dtype) for dot in dots}
     candidates: list[Candidate | str] = [
         programs(cases.OWN, own),
         programs.fastest(cases.BEST, written),

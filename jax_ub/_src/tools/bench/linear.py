@@ -120,26 +120,22 @@ class LinearOp:
 
     def in_xla(
         self, dots: Dots, dtype: str, layers: Callable[..., Collectives] = Collectives
-    ) -> dict[str, Program]:
-        """Returns {description: XLA program}, one for each way to reduce partial sums.
+    ) -> dict[Any, Program]:
+        """Returns {variant: XLA program}, one for each way to reduce partial sums.
 
-        The descriptions name the dots of operands that are not FP8. `layers` creates
-        the object that runs the collectives from the dtype of partial sums. This dtype
-        is `dtype` in some of the programs and f32 in the others, because the fastest
-        choice depends on the machine. `dots` has the GEMMs by name.
+        `layers` creates the object that runs the collectives from the dtype of partial
+        sums. This dtype is `dtype` in some of the programs and f32 in the others,
+        because the fastest choice depends on the machine. `dots` has the GEMMs by name.
         """
 
         def program(run: Program, moved: str, *operands: Any) -> Any:
             made = layers(moved)
             return run(made, dots, *map(made.quantized, operands, self.roles))
 
-        texts = [f"{name} {dot}" for name, dot in dots.items()]
         return {
-            "; ".join([*texts, f"{collective} in {moved}"] if collective else texts): (
-                functools.partial(program, run, moved)
-            )
-            for moved in (dtype, "float32")
+            (collective, moved): functools.partial(program, run, moved)
             for collective, run in self.programs.items()
+            for moved in dict.fromkeys((dtype, "float32") if collective else (dtype,))
         }
 
     def in_ring(self, dots: Dots, dtype: str) -> Program:
@@ -247,17 +243,17 @@ def _case(op, setup, column, *, quantizes):
 
 
 def _written(op, setup, dots, quantizes):
-    """Returns {column: {description: XLA program}}; the best programs are the last.
+    """Returns {column: {variant: XLA program}}; the best programs are the last.
 
     `dots` has XLA's fastest dots by GEMM. `quantizes` is whether the programs also
     quantize gradients.
     """
     if setup.recipe is None:
-        best = {**op.in_xla(dots, setup.dtype), peers.NAIVE_VARIANT: op.naive}
-        found = {cases.NAIVE: {"": op.naive}, cases.BEST: best}
+        best = {**op.in_xla(dots, setup.dtype), "naive": op.naive}
+        found = {cases.NAIVE: {"naive": op.naive}, cases.BEST: best}
         if setup.is_job:
             return found
-        return {cases.RING: {"": op.in_ring(dots, setup.dtype)}, **found}
+        return {cases.RING: {"ring": op.in_ring(dots, setup.dtype)}, **found}
     layers = functools.partial(
         Collectives,
         recipe=setup.recipe,

@@ -28,9 +28,6 @@ Dot = Callable[..., jax.Array]
 # a transposed operand: "nn" is fprop, "nt" dgrad, "tn" wgrad.
 LAYOUTS = {"nn": ("MK", "KN", "MN"), "nt": ("MN", "KN", "MK"), "tn": ("MK", "MN", "KN")}
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
-# How reports name the naive program, a `lax` collective and `@`, if it was the fastest
-# of XLA's programs.
-NAIVE_VARIANT = "naive"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +47,6 @@ class DotVariant:
     sums_in_f32: bool = False
     upcasts: bool = False
     transposes: str = ""
-
-    def __str__(self) -> str:
-        parts = [
-            "operands upcast" if self.upcasts else "",
-            "f32 result" if self.sums_in_f32 else "",
-            f"{self.transposes} transposed first" if self.transposes else "",
-        ]
-        return ", ".join(filter(None, parts)) or "plain dot"
 
     def __call__(self, a: Any, b: Any, out_dtype: Any) -> jax.Array:
         if is_scaled(a) and is_scaled(b):
@@ -115,9 +104,9 @@ def fastest_dot(
     specs = (ROWS, ROWS)
     operands = ranks.draw(dtype, [(ranks.num_ranks, *s) for s in (left, right)], specs)
     programs = Programs(ranks, operands, specs, ROWS)
-    variants = {str(v): v for v in dot_variants(layout, dtype, ranks.platform)}
-    functions = {text: functools.partial(program, v) for text, v in variants.items()}
-    return variants[programs.fastest("", functions, find).variant]
+    variants = dot_variants(layout, dtype, ranks.platform)
+    functions = {variant: functools.partial(program, variant) for variant in variants}
+    return programs.fastest("", functions, find).variant
 
 
 def gather(x: jax.Array) -> jax.Array:

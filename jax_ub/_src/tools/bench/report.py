@@ -18,7 +18,7 @@ from jax_ub._src.runtime import cpu_engine, tuned_file
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.command_line import load_extra
-from jax_ub._src.tools.timing import Candidate, Rounds, Summary, ratio, summarize
+from jax_ub._src.tools.timing import Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
@@ -40,8 +40,6 @@ class Result:
         speedups: each peer's time divided by jax_ub's.
         shares: each limit's time divided by jax_ub's; 1 is as fast as the limit.
         elsewhere: CPU share of other processes in the worst of the kept rounds.
-        threads: jax_ub's number of engine threads, if several numbers were compared.
-        over_first: jax_ub's time divided by its time with the first number of threads.
     """
 
     case: Case
@@ -49,8 +47,6 @@ class Result:
     speedups: dict[str, Summary] = dataclasses.field(default_factory=dict)
     shares: dict[str, Summary] = dataclasses.field(default_factory=dict)
     elsewhere: float = 0.0
-    threads: int | None = None
-    over_first: Summary | None = None
 
     @property
     def own(self) -> Summary:
@@ -71,69 +67,58 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         found = dataclasses.asdict(self)
         case = found.pop("case")
-        written = {c["name"]: c["variant"] for c in case.pop("candidates")}
-        case["written"] = {name: text for name, text in written.items() if text}
+        del case["candidates"]
         more = {"gflops": self.gflops, "is_disturbed": self.is_disturbed}
         return {**case, **more, **found}
 
 
-def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
-    """Summarizes a case's timed rounds: times, speed-ups, and shares of the limits.
-
-    With `threads`, takes jax_ub's times with this number of engine threads. In
-    `rounds`, a time with the first number has the program's name, and a time with
-    another number also has the number, as in "jax_ub@16".
-    """
-    seconds = {name: s for name, s in rounds.seconds.items() if "@" not in name}
-    first = seconds[cases.OWN]
-    own = rounds.seconds.get(f"{cases.OWN}@{threads}", first)
-    seconds[cases.OWN] = own
-    bare = [Candidate(c.name, None, [], c.variant) for c in case.candidates]
+def evaluate(case: Case, rounds: Rounds) -> Result:
+    """Summarizes a case's timed rounds: times, speed-ups, and shares of the limits."""
+    own = rounds.seconds[cases.OWN]
+    ratios = {name: ratio(s, own) for name, s in rounds.seconds.items() if s is not own}
     return Result(
-        case=dataclasses.replace(case, candidates=bare),
-        times_us={n: summarize(np.multiply(s, 1e6)) for n, s in seconds.items()},
-        speedups={n: ratio(seconds[n], own) for n in cases.PEERS if n in seconds},
-        shares={n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds},
+        case=dataclasses.replace(case, candidates=[]),
+        times_us={n: summarize(np.multiply(s, 1e6)) for n, s in rounds.seconds.items()},
+        speedups={n: each for n, each in ratios.items() if n not in cases.LIMITS},
+        shares={n: each for n, each in ratios.items() if n in cases.LIMITS},
         elsewhere=rounds.elsewhere,
-        threads=threads,
-        over_first=ratio(own, first) if threads else None,
     )
 
 
 _CASE = ("op", "P", "dtype", "M x K x N")
+_COLUMNS = ("op", "P", "processes", *_CASE[2:], "time", "spread", "GF/s")
 
 
 def table(results: Sequence[Result]) -> str:
     """Returns a Markdown table of results, without columns that are empty for all."""
-    cells = [_cells(result) for result in results]
-    columns = [name for name in cells[0] if any(row[name] for row in cells)]
-    rows = [[row[name] for name in columns] for row in cells]
-    return "\n".join(format_table(columns, rows, is_markdown=True))
+    rows = [_cells(result) for result in results]
+    peers = [name for result in results for name in result.speedups]
+    ordered = dict.fromkeys((*_COLUMNS, *cases.PEERS, *peers, *cases.LIMITS))
+    columns = [name for name in ordered if any(row.get(name) for row in rows)]
+    cells = [[row.get(name, "") for name in columns] for row in rows]
+    return "\n".join(format_table(columns, cells, is_markdown=True))
 
 
 def _cells(result: Result) -> dict[str, str]:
-    """Returns {column: cell} of a result, with "" for columns without a value."""
+    """Returns {column: cell} of a result, with "" for some columns without a value."""
     case, own = result.case, result.own
     precision = ".0f" if result.gflops >= 10 else ".2g"
     in_job, has_operands = case.num_processes > 1, case.op != "barrier"
-    found = {
+    return {
         "op": case.name,
         "P": "" if in_job else str(case.num_ranks),
         "processes": str(case.num_processes) if in_job else "",
         "dtype": case.dtype if has_operands else "",
         "M x K x N": str(case.shape) if has_operands else "",
-        "threads": str(result.threads or ""),
         "time": format_seconds(own.median / 1e6),
         "spread": f"{own.spread:.0%}",
         "GF/s": format(result.gflops, precision) if case.flops else "",
+        **{
+            name: f"{each.median:.2f} ±{each.spread / 2:.0%}"
+            for name, each in result.speedups.items()
+        },
+        **{name: f"{each.median:.2f}" for name, each in result.shares.items()},
     }
-    ratios = {"over first": result.over_first, **result.speedups}
-    for name in ("over first", *cases.PEERS):
-        summary = ratios.get(name)
-        text = f"{summary.median:.2f} ±{summary.spread / 2:.0%}" if summary else ""
-        found[name] = text
-    shares = {name: f"{each.median:.2f}" for name, each in result.shares.items()}
-    return found | {name: shares.get(name, "") for name in cases.LIMITS}
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
@@ -151,8 +136,7 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
             f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
         ],
     }
-    # With --threads, a case has one result for each number of threads. Lines that are
-    # the same for all of them are printed once.
+    # Lines that are the same for several cases are printed once.
     return "".join(
         "\n".join([f"\n{title}\n", *dict.fromkeys(lines), ""])
         for title, lines in found.items()
