@@ -9,7 +9,7 @@ from jax_ub._src.tools.bench.cases import (
     check_agreement,
     tolerance,
 )
-from jax_ub._src.tools.bench.gemm import gemm
+from jax_ub._src.tools.bench.gemm import local
 from jax_ub._src.tools.bench.linear import Chain
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
@@ -27,8 +27,8 @@ def test_at_least_three_default_shapes_divide_into_eight_ranks():
 
 
 def test_programs_that_disagree_are_an_error():
-    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
-    (case,) = gemm(setup, Shape(8, 8, 8))
+    setup = Setup(Ranks(1), "float32", ("nn",))
+    (case,) = local("gemm", setup, Shape(8, 8, 8))
     check_agreement(case)
     own = case[cases.OWN]
     program = own.program
@@ -38,8 +38,8 @@ def test_programs_that_disagree_are_an_error():
 
 
 def test_programs_that_quantize_within_a_call_may_differ_by_the_rounding_to_fp8():
-    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
-    (case,) = gemm(setup, Shape(8, 8, 8))
+    setup = Setup(Ranks(1), "float32", ("nn",))
+    (case,) = local("gemm", setup, Shape(8, 8, 8))
     own = case[cases.OWN]
     program = own.program
     own.program = lambda *operands: 1.08 * program(*operands)

@@ -75,9 +75,10 @@ def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
     assert "| bf16  " in capsys.readouterr().out
 
 
-def test_fp8_halves_residuals_and_buffers(tmp_path):
+def test_fp8_halves_residuals_and_buffers(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_UB_METHOD", "ring_exchange")
     asked = ("--ops", "all_gather_matmul", "--dtypes", "bf16,fp8", "--devices", "2")
-    asked = (*asked, "--method", "ring_exchange", "--shapes", "64x128x256")
+    asked = (*asked, "--shapes", "64x128x256")
     wide, fp8 = (each["memory"] for each in run(tmp_path, *asked)["results"])
     # x [64, 128] and w [128, 256], of two ranks.
     assert wide["residual_bytes"] == 2 * (64 * 128 + 128 * 256) / 2
@@ -117,19 +118,23 @@ def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
     assert "| jax_ub@3 " in capsys.readouterr().out
 
 
-def test_slots_of_a_method_are_counted_as_memory(tmp_path):
+@pytest.mark.parametrize("method", ["ring_exchange", "direct"])
+def test_slots_of_the_method_are_counted_as_memory(
+    method, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("JAX_UB_METHOD", method)
     asked = ("--ops", "matmul_reduce_scatter", "--dtypes", "f32", "--devices", "2")
-    held = {
-        method: run(tmp_path, *asked, "--method", method)["results"][0]["memory"]
-        for method in ("ring_exchange", "direct")
-    }
-    assert held["ring_exchange"]["workspace_bytes"] > 0
-    assert held["direct"]["workspace_bytes"] == 0
+    found = run(tmp_path, *asked)
+    has_slots = found["results"][0]["memory"]["workspace_bytes"] > 0
+    assert has_slots == (method == "ring_exchange")
+    assert found["method"] == method
+    assert f'method "{method}", 1 rounds' in capsys.readouterr().out
 
 
-def test_memory_of_the_engine_is_shown_per_device(tmp_path, capsys):
+def test_memory_of_the_engine_is_shown_per_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_UB_METHOD", "ring_exchange")
     asked = ("--ops", "all_gather_matmul", "--dtypes", "f32", "--devices", "2")
-    found = run(tmp_path, *asked, "--method", "ring_exchange")["results"][0]
+    found = run(tmp_path, *asked)["results"][0]
     # On each device, a slot of half of the gathered x, from the only peer.
     x_bytes = found["memory"]["avoided_bytes"]
     assert found["memory"]["workspace_bytes"] == x_bytes
@@ -138,12 +143,21 @@ def test_memory_of_the_engine_is_shown_per_device(tmp_path, capsys):
     assert row.split("|")[-3].strip() == format_bytes(x_bytes // 2)
 
 
-def test_an_error_has_no_note_of_jax_about_a_traceback(capsys):
-    asked = ("--ops", "all_gather_matmul", "--devices", "2", "--method", "bulk")
+def test_an_error_has_no_note_of_jax_about_a_traceback(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_UB_METHOD", "bulk")
+    asked = ("--ops", "all_gather_matmul", "--devices", "2")
     assert main(["bench", "--quick", *asked]) == 2
     error = capsys.readouterr().err.splitlines()
-    assert 'method = "bulk" communicates during a GEMM' in error[0]
+    assert 'JAX_UB_METHOD = "bulk" communicates during a GEMM' in error[0]
     assert error[1:] == ["See docs/initialize_ub.md in the repository of jax_ub"]
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_a_method_that_does_not_exist_is_rejected(more, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_UB_METHOD", "drect")
+    assert main(["bench", "--quick", *more]) == 2
+    error = capsys.readouterr().err
+    assert "bench: JAX_UB_METHOD = 'drect' is not a method. Did you mean" in error
 
 
 def test_a_run_has_all_peers_and_limits(tmp_path):
@@ -195,7 +209,6 @@ def test_a_source_tree_that_is_not_installed_can_be_measured(monkeypatch):
         (["--devices", "0"], "'0' is not a positive integer"),
         (["--threads", "2,0"], "'0' is not a positive integer"),
         (["--rounds", "many"], "'many' is not a positive integer"),
-        (["--method", "drect"], "'drect' is not known. Did you mean 'direct'?"),
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
     ],
 )
@@ -248,10 +261,6 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         (
             ["--processes", "2", "--ops", "barrier", "--dtypes", "f32"],
             "--dtypes has no effect on barrier. Leave it out.",
-        ),
-        (
-            ["--ops", "gemm,dgrad_add", "--method", "ring_exchange"],
-            "--method has no effect on gemm, dgrad_add. Leave it out.",
         ),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
         (["--ops", "small", "--devices", "3"], "512x768x768 does not divide into 3"),

@@ -25,7 +25,7 @@ def on_gpus(monkeypatch):
 
 
 def case_of_two_ranks(dtype="float32"):
-    setup = Setup(Ranks(2), dtype, "xla")
+    setup = Setup(Ranks(2), dtype)
     (case,) = linear.linear(COLUMN, setup, SMALL)
     return case
 

@@ -48,8 +48,8 @@ def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
         op.naive,
         *op.in_xla(dots, "float32").values(),
         op.in_ring(dots, "float32"),
-        op.own("auto"),
-        op.own("xla"),
+        op.own(),
+        op.own(method="xla"),
     ]
     candidate = op.on(Ranks(num_ranks), "float32", column)
     for program in programs:
@@ -138,8 +138,8 @@ def test_onednn_is_a_peer_where_it_is_installed(variant, monkeypatch):
         return gemm
 
     monkeypatch.setattr(peers, "find_onednn", find)
-    setup = Setup(Ranks(1), "float32", "auto", (variant,))
-    (case,) = gemm.gemm(setup, Shape(16, 8, 24))
+    setup = Setup(Ranks(1), "float32", (variant,))
+    (case,) = gemm.local("gemm", setup, Shape(16, 8, 24))
     assert cases.ONEDNN in [candidate.name for candidate in case.candidates]
     check_agreement(case)
 
@@ -149,7 +149,7 @@ def test_onednn_is_not_a_peer_on_gpus(monkeypatch):
     monkeypatch.setattr(
         peers, "find_onednn", lambda dtype, layout: pytest.fail("asked for")
     )
-    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
-    (case,) = gemm.gemm(setup, Shape(16, 16, 16))
+    setup = Setup(Ranks(1), "float32", ("nn",))
+    (case,) = gemm.local("gemm", setup, Shape(16, 16, 16))
     assert cases.ONEDNN not in [candidate.name for candidate in case.candidates]
     assert not case.notes

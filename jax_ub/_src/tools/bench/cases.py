@@ -67,7 +67,6 @@ class Options:
     dtypes: tuple[str, ...] = ("bf16", "f32")  # short names
     shapes: tuple[Shape, ...] = DEFAULT_SHAPES
     rounds: int = 11
-    method: str = "auto"
     patience: int = 1
     variants: tuple[str, ...] = ()
     threads: tuple[int, ...] = ()
@@ -134,7 +133,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The ranks, dtype and overlap method for which benchmark cases are built.
+    """The ranks and the dtype for which benchmark cases are built.
 
     `variants` selects variants of the op "gemm", such as "nn+bias"; an empty tuple
     selects all of them. `find` finds the fastest of several programs.
@@ -142,7 +141,6 @@ class Setup:
 
     ranks: Ranks
     dtype: str
-    method: str
     variants: tuple[str, ...] = ()
     find: Callable[[Sequence[Candidate]], Candidate] = fastest
 

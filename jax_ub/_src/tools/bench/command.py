@@ -15,7 +15,7 @@ from jax_ub._src.scaled_array import MXFP8_BLOCK
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench import cases, measure, report
 from jax_ub._src.tools.bench.cases import Options
-from jax_ub._src.tools.bench.gemm import ACCUMULATING, VARIANTS
+from jax_ub._src.tools.bench.gemm import VARIANTS
 from jax_ub._src.tools.bench.measure import (
     FIXED_SHAPES,
     FP8_OPS,
@@ -27,7 +27,6 @@ from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.command_line import (
     check_divides,
     list_of,
-    method_option,
     names_of,
     parse_shape,
     positive,
@@ -38,13 +37,6 @@ EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
 DTYPES = (*Options.dtypes, *cases.FP8_RECIPES)
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
-# Options that have no effect on an op. All methods but "xla" run local GEMMs alike.
-_WITHOUT = {
-    **dict.fromkeys(("gemm", *ACCUMULATING), {"method"}),
-    "latency": {"shapes"},
-    "small": {"shapes"},
-    "barrier": {"shapes", "dtypes", "method"},
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     four = ", ".join(map(str, Options.shapes))
     shapes = f"global sizes MxKxN, such as 512x1024x2816 (default: {four})"
     add("--shapes", type=list_of(parse_shape), help=shapes)
-    variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
-    add("--variants", type=names_of(VARIANTS), help=variants)
+    variants = f"of the op gemm: {', '.join(VARIANTS['gemm'])} (default: all)"
+    add("--variants", type=names_of(VARIANTS["gemm"]), help=variants)
     threads = "values of JAX_UB_NUM_THREADS to compare with the first, such as 2,16"
     add("--threads", type=list_of(positive), help=threads)
     rounds = "timed calls of each program (default: 11; with --quick 3)"
@@ -66,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     patience = "run up to this many times as many rounds, and keep the calmest "
     patience += "(default: 1)"
     add("--patience", type=positive, help=patience)
-    add("--method", type=method_option, help="the method under test (default: auto)")
     platforms = ("cpu", "cuda")
     add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
@@ -157,21 +148,12 @@ def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
             found.variants and 1 not in found.devices
         ),
     }
-    if given.part is None:  # the processes of a job get all options, also the defaults
-        ops = ", ".join(found.ops)
-        for option in _unread(given, found.ops):
-            conflicts[f"--{option} has no effect on {ops}. Leave it out."] = True
+    for option, ops in (("shapes", FIXED_SHAPES), ("dtypes", ("barrier",))):
+        text = f"--{option} has no effect on {', '.join(found.ops)}. Leave it out."
+        # The processes of a job get all options, also the defaults.
+        is_given = given.part is None and getattr(given, option) is not None
+        conflicts[text] = is_given and set(found.ops) <= set(ops)
     return [text for text, is_so in conflicts.items() if is_so]
-
-
-def _unread(given, ops):
-    """Yields the given options that none of the ops reads."""
-    for option in ("shapes", "dtypes", "method", "rounds", "patience"):
-        value = getattr(given, option)
-        if value == "auto" or (value == "xla" and "barrier" not in ops):
-            continue  # the default, or a local GEMM of XLA
-        if value is not None and all(option in _WITHOUT.get(op, ()) for op in ops):
-            yield option
 
 
 def _without_fp8(ops):
@@ -220,7 +202,7 @@ def command(given: argparse.Namespace) -> int:
 def _report(given, chosen, rounds, measured):
     """Prints a table for each op, as soon as it is `measured`, and writes the JSON."""
     about = report.environment()
-    title = report.describe(about, f'method "{chosen.method}", {rounds}')
+    title = report.describe(about, rounds)
     command_line.say(given, title)
     results: list[Result] = []
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ub as ub
-from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.methods import MethodChoice, resolve
+from jax_ub._src.runtime import settings
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup
 from jax_ub._src.tools.command_line import Shape
@@ -12,39 +13,33 @@ from jax_ub._src.tools.devices import COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.programs import Programs, own_gemm
 from jax_ub._src.tools.timing import Candidate
 
-VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
-# Public functions that add a GEMM to their last operand in place, and their variants.
-ACCUMULATING = {
-    "dgrad_add": (ub.dgrad_add, "nt+add"),
-    "wgrad_accumulate": (ub.wgrad_accumulate, "tn+add"),
+# The variants of each op: a layout, and what is added to the GEMM. The public functions
+# `ub.dgrad_add` and `ub.wgrad_accumulate` add it to their last operand in place.
+VARIANTS = {
+    "gemm": ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"),
+    "dgrad_add": ("nt+add",),
+    "wgrad_accumulate": ("tn+add",),
 }
 
 
-def gemm(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns benchmark cases of GEMMs without communication, on one rank only."""
-    variants = setup.variants or VARIANTS if setup.num_ranks == 1 else ()
-    return [_case(setup, shape, "gemm", variant) for variant in variants]
+def local(op: str, setup: Setup, shape: Shape) -> list[Case]:
+    """Returns the benchmark cases of an op in `VARIANTS`, without communication.
 
-
-def accumulating(op: str, setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the benchmark case of an op in `ACCUMULATING`.
-
-    These are `residual + dy w^T`, with sharded rows, and `main_grad + x^T dy`, with
-    sharded columns of dy.
+    These are GEMMs on one rank only, `residual + dy w^T` with sharded rows, and
+    `main_grad + x^T dy` with sharded columns of dy.
     """
-    return [_case(setup, shape, op, ACCUMULATING[op][1])]
+    if op != "gemm":
+        return [_case(setup, shape, op, *VARIANTS[op])]
+    variants = setup.variants or VARIANTS[op] if setup.num_ranks == 1 else ()
+    return [_case(setup, shape, op, variant) for variant in variants]
 
 
 def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
     """Returns the benchmark case of a GEMM variant, such as "nt+bias"."""
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
-    choice = MethodChoice(Method(setup.method))
-    own = own_gemm(choice, layout, adds_bias=added == "bias")
-    if op in ACCUMULATING and setup.method == "auto":
-        # The public function has no argument `method` and always uses "auto". With
-        # another method, the benchmark calls the primitive below it.
-        own = ACCUMULATING[op][0]
+    choice = MethodChoice(resolve(op, None, settings.method()))
+    own = getattr(ub, op, own_gemm(choice, layout, adds_bias=added == "bias"))
     programs = _programs(setup, shape, layout, added, out_dtype)
     platform = setup.ranks.platform
     dots = peers.dot_variants(layout, setup.dtype, platform)
@@ -55,7 +50,7 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
         programs(cases.NAIVE, next(iter(written.values()))),
         cases.copy_limit(shape.bytes(setup.dtype)),
     ]
-    if op in ACCUMULATING:
+    if op != "gemm":
         without = _programs(setup, shape, layout, "", out_dtype)
         candidates.append(without(cases.PLAIN, own_gemm(choice, layout, out_dtype)))
     elif platform == "cpu":

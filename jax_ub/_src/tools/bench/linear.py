@@ -67,8 +67,9 @@ class LinearOp:
             as `peers.Collectives`, and the dots of `gemms` by name. The key is the
             collective that reduces partial sums, or "" if there is none. With
             `peers.Rings`, only the first program is timed.
-        own: returns jax_ub's program for a method; options are the FP8 recipe `fp8` of
-            the layers, and `hidden`, a function of the hidden features.
+        own: returns jax_ub's program for a method, by default the one of
+            `JAX_UB_METHOD`; options are the FP8 recipe `fp8` of the layers, and
+            `hidden`, a function of the hidden features.
         naive: XLA's program as most users write it.
     """
 
@@ -206,20 +207,20 @@ def _case(op, setup, column, *, quantizes):
         for name in op.gemms
     }
     programs = op.on(ranks, wide, column, given)
-    own = programs(cases.OWN, op.own(setup.method, **options))
+    own = programs(cases.OWN, op.own(**options))
     written = _written(op, setup, dots, quantizes)
     timed = [programs.fastest(name, written[name], setup.find) for name in written]
     alone = op.on(Ranks(1), wide, column, given)
     candidates: list[Any] = [
         own,
         *timed,
-        alone(cases.PLAIN, op.own("direct", **options)),
+        alone(cases.PLAIN, op.own(method="direct", **options)),
     ]
     if recipe is not None:
-        candidates.append(op.on(ranks, wide, column)(cases.BF16, op.own(setup.method)))
+        candidates.append(op.on(ranks, wide, column)(cases.BF16, op.own()))
     if setup.is_job:
         in_process = op.on(Ranks(setup.num_ranks), wide, column)
-        candidates.append(in_process(cases.IN_PROCESS, op.own(setup.method)))
+        candidates.append(in_process(cases.IN_PROCESS, op.own()))
     else:
         copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
         candidates.append(cases.copy_limit((4 if op.is_pair else 1) * copied))
@@ -292,13 +293,12 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
     if setup.num_ranks == 1:
         return []
     calls: dict[str, tuple[Program, Program]] = {
-        op: (f.own(setup.method), f.naive) for op, f in FORWARD_OPS.items()
-    }
-    if setup.method == "auto":  # `ub.all_reduce` has no `method`
-        calls["all_reduce"] = (
+        **{name: (op.own(), op.naive) for name, op in FORWARD_OPS.items()},
+        "all_reduce": (
             lambda x, w: ub.all_reduce(x, axis_name=AXIS),
             lambda x, w: lax.psum(x, AXIS),
-        )
+        ),
+    }
     return [_latency_case(setup, op, *programs) for op, programs in calls.items()]
 
 
@@ -372,7 +372,7 @@ def _with_gradients(column: Program, row: Program) -> Program:
     return program
 
 
-def _own_pair(method, fp8=None, hidden=lambda x: x):
+def _own_pair(method=None, fp8=None, hidden=lambda x: x):
     layer = functools.partial(ub.linear, axis_name=AXIS, method=method, fp8=fp8)
     column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
     return _with_gradients(column, lambda x, w: row(hidden(x), w))
@@ -395,7 +395,7 @@ def _forward_op(public, naive, gemm, methods) -> LinearOp:
             collective: functools.partial(program, method)
             for collective, method in methods.items()
         },
-        own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
+        own=functools.partial(functools.partial, public, axis_name=AXIS),
         naive=naive,
     )
 

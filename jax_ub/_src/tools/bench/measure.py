@@ -26,7 +26,7 @@ from jax_ub._src.tools import command_line, timing
 from jax_ub._src.tools.bench import cases, linear, report
 from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
-from jax_ub._src.tools.bench.gemm import ACCUMULATING, accumulating, gemm
+from jax_ub._src.tools.bench.gemm import VARIANTS, local
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, LINEAR_OPS
 from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.command_line import Shape
@@ -58,9 +58,9 @@ def barrier(setup: Setup, shape: Shape) -> list[Case]:
 
 # The functions that build the cases of each op.
 OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
-    "gemm": gemm,
+    "gemm": functools.partial(local, "gemm"),
     **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
-    **{name: functools.partial(accumulating, name) for name in ACCUMULATING},
+    **{name: functools.partial(local, name) for name in VARIANTS if name != "gemm"},
     "fused": fused,
     "latency": linear.latency,
     "small": linear.small,
@@ -97,7 +97,7 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         ranks, variants = runner.ranks(num_ranks), chosen.variants
         name = BY_SHORT_NAME.get(dtype, dtype)
-        setup = Setup(ranks, name, chosen.method, variants, runner.find)
+        setup = Setup(ranks, name, variants, runner.find)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)

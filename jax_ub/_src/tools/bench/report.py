@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
+from jax_ub._src.methods import resolve
 from jax_ub._src.output import format_bytes, format_seconds, format_table
-from jax_ub._src.runtime import cpu_engine, tuned_file
+from jax_ub._src.runtime import cpu_engine, settings, tuned_file
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.command_line import load_extra
@@ -170,6 +171,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": now.isoformat(timespec="seconds"),
         "commit": _commit(),
+        "method": resolve("bench", None, settings.method()).value,
         "versions": {"python": platform.python_version(), **packages},
         "machine": {
             "processor": _processor(),
@@ -205,8 +207,8 @@ def _processor():
     return ", ".join(labels[name] + found[name] for name in labels if name in found)
 
 
-def describe(environment: dict[str, Any], options: str) -> str:
-    """Returns a title with the machine, versions and options of a benchmark run."""
+def describe(environment: dict[str, Any], rounds: str) -> str:
+    """Returns a title with the machine, versions, method and rounds of a benchmark."""
     machine, versions = environment["machine"], environment["versions"]
     engine, kind = environment["engine"], machine["device_kind"]
     gpus = "" if kind == "cpu" else f"{machine['devices']} devices {kind}; "
@@ -215,5 +217,5 @@ def describe(environment: dict[str, Any], options: str) -> str:
         f"jax {versions['jax']}, Python {versions['python']}\n"
         f"{gpus}{machine['processor']}, {machine['cores']} cores, load "
         f"{machine['load_average']:.1f}; engine {engine['isa']}, {engine['threads']} "
-        f"threads; {options}"
+        f'threads; method "{environment["method"]}", {rounds}'
     )
