@@ -7,7 +7,7 @@ from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.runtime import tuned_file
 from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools import programs
-from jax_ub._src.tools.bench import cases, linear, peers, report
+from jax_ub._src.tools.bench import cases, linear, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
@@ -61,7 +61,7 @@ def fails(x, w):
 
 
 def test_the_fastest_kernel_is_a_column_of_the_table(on_gpus, substitute):
-    substitute(peers.naive_column)
+    substitute(COLUMN.naive)
     case = case_of_two_ranks()
     assert case[cases.PALLAS].variant in PALLAS_TILES[:2]
     check_agreement(case)
@@ -85,7 +85,7 @@ def test_tune_times_the_kernel_and_chooses_it_only_if_it_is_allowed(
     on_gpus, substitute
 ):
     choices = candidates(CASE, is_cuda=False)
-    substitute(peers.naive_column)
+    substitute(COLUMN.naive)
     measured = tune.measure(CASE, choices, rounds=1)
     assert set(measured.seconds) == set(choices)
     assert not measured.failed

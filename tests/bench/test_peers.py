@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
     programs = [
         op.naive,
         *op.in_xla(dots, "float32").values(),
-        op.in_ring(dots, "float32"),
+        op.on_layers(functools.partial(peers.Rings, dots, "float32", "float32")),
         op.own(),
         op.own(method="xla"),
     ]

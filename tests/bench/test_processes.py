@@ -32,11 +32,12 @@ def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
         "jax_ub",
         "xla_best",
         "xla_naive",
+        "xla_ring",
         "in_process",
         "plain_gemm",
         "peak",
     }
-    assert {"xla_best", "xla_naive"} == set(row["speedups"])
+    assert {"xla_best", "xla_naive", "xla_ring"} == set(row["speedups"])
     assert {"in_process", "plain_gemm", "peak"} == set(row["shares"])
     assert all(r["times_us"]["jax_ub"]["median"] > 0 for r in others)
     assert all(r["speedups"]["xla_best"]["median"] > 0 for r in others[:-1])
@@ -60,14 +61,14 @@ import jax
 from jax_ub import __main__
 from jax_ub._src.tools.bench.measure import Job
 
-interleave = Job.interleave
+seconds = Job._seconds
 
-def interleave_or_fail(job, *arguments):
+def seconds_or_fail(job, candidate):
     if jax.process_index() == 1:
         raise ValueError("boom")
-    return interleave(job, *arguments)
+    return seconds(job, candidate)
 
-Job.interleave = interleave_or_fail
+Job._seconds = seconds_or_fail
 options = ["--processes", "2", "--quick", "--ops", "all_gather_matmul"]
 __main__.main(["bench", *options, "--part", {str(tmp_path / "found")!r}])
 """)

@@ -21,7 +21,6 @@ from jax_ub._src.tools.bench.measure import (
     FP8_OPS,
     JOB_OPS,
     OPS,
-    Runner,
 )
 from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.command_line import (
@@ -191,7 +190,7 @@ def command(given: argparse.Namespace) -> int:
         measure.run_part(given.part, chosen)
     elif given.processes is None:
         devices.start("bench", max(chosen.devices), given.platform)
-        _report(given, chosen, rounds, measure.measure(chosen, Runner()))
+        _report(given, chosen, rounds, measure.measure(chosen))
     else:
         jax.config.update("jax_platforms", "cpu")
         rounds += " of the slowest process, XLA with gloo"

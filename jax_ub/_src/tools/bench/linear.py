@@ -24,7 +24,7 @@ from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.scaled_array import ScaledArray, source_of
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup
-from jax_ub._src.tools.bench.peers import Collectives, Dot
+from jax_ub._src.tools.bench.peers import Collectives, DotVariant, Rings
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks, Spec, normal
 from jax_ub._src.tools.programs import PALLAS, Programs, fastest_pallas
@@ -32,7 +32,7 @@ from jax_ub._src.tools.timing import Candidate
 
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
-Dots = Mapping[str, Dot]
+Dots = Mapping[str, DotVariant]
 
 # The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
 # column layer, "MN" the hidden features, "NK" the kernel of the row layer.
@@ -63,13 +63,12 @@ class LinearOp:
         operands: dimensions of the operands, such as "MK".
         results: dimensions of the results.
         gemms: the names of the GEMMs in `_GEMMS`, which are all of the same size.
-        programs: XLA's programs, functions of (layers, dots, *operands): an object such
-            as `peers.Collectives`, and the dots of `gemms` by name. The key is the
-            collective that reduces partial sums, or "" if there is none. With
-            `peers.Rings`, only the first program is timed.
-        own: returns jax_ub's program for a method, by default the one of
-            `JAX_UB_METHOD`; options are the FP8 recipe `fp8` of the layers, and
-            `hidden`, a function of the hidden features.
+        reductions: the collectives that may reduce partial sums.
+        run: XLA's program, a function of (layers, *operands). `layers` is an object of
+            class `Collectives`.
+        own: returns jax_ub's program. Options are `method`, by default the one of
+            `JAX_UB_METHOD`, the FP8 recipe `fp8` of the layers, and `hidden`, a
+            function of the hidden features.
         naive: XLA's program as most users write it.
     """
 
@@ -77,7 +76,8 @@ class LinearOp:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     gemms: tuple[str, ...]
-    programs: Mapping[str, Program]
+    reductions: tuple[str, ...]
+    run: Program
     own: Callable[..., Program]
     naive: Program
 
@@ -119,28 +119,30 @@ class LinearOp:
             operands, specs = zip(*pairs, strict=True)
         return Programs(ranks, operands, specs, results if self.is_pair else results[0])
 
-    def in_xla(
-        self, dots: Dots, dtype: str, layers: Callable[..., Collectives] = Collectives
-    ) -> dict[Any, Program]:
+    def on_layers(self, layers: Callable[[], Collectives]) -> Program:
+        def program(*operands):
+            made = layers()
+            return self.run(made, *map(made.quantized, operands, self.roles))
+
+        return program
+
+    def in_xla(self, dots: Dots, dtype: str, **fp8: Any) -> dict[Any, Program]:
         """Returns {variant: XLA program}, one for each way to reduce partial sums.
 
-        `layers` creates the object that runs the collectives from the dtype of partial
-        sums. This dtype is `dtype` in some of the programs and f32 in the others,
-        because the fastest choice depends on the machine. `dots` has the GEMMs by name.
+        Partial sums have the dtype `dtype` in some of the programs and f32 in the
+        others, because the fastest choice depends on the machine. `dots` has the GEMMs
+        by name, `fp8` are options of `Collectives`.
         """
-
-        def program(run: Program, moved: str, *operands: Any) -> Any:
-            made = layers(moved)
-            return run(made, dots, *map(made.quantized, operands, self.roles))
-
+        variants = {
+            (moved, reduction)
+            for moved in (dtype, "float32")
+            for reduction in self.reductions
+        } or {(dtype, "")}
+        layers = functools.partial(Collectives, dots, dtype, **fp8)
         return {
-            (collective, moved): functools.partial(program, run, moved)
-            for collective, run in self.programs.items()
-            for moved in dict.fromkeys((dtype, "float32") if collective else (dtype,))
+            variant: self.on_layers(functools.partial(layers, *variant))
+            for variant in sorted(variants)
         }
-
-    def in_ring(self, dots: Dots, dtype: str) -> Program:
-        return next(iter(self.in_xla(dots, dtype, peers.Rings).values()))
 
 
 def _quantized_operand(
@@ -197,7 +199,7 @@ def _case(op, setup, column, *, quantizes):
     given = None if quantizes else recipe
     options = {"fp8": recipe} if quantizes else {}
     if given is not None and op.is_pair:
-        layers = Collectives(wide, recipe)
+        layers = Collectives({}, wide, wide, recipe=recipe)
         options["hidden"] = functools.partial(layers.quantized, role=INPUT)
     local = Shape(column.M, column.K, column.N // setup.num_ranks)
     dots = {
@@ -238,7 +240,7 @@ def _case(op, setup, column, *, quantizes):
         candidates,
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
-        memory=_memory(op, shape, own, timed[-1], ranks) if has_memory else None,
+        memory=_memory(op, shape, own, timed[-1], setup) if has_memory else None,
         fp8_rounding=float(jnp.finfo(rounded).eps) if quantizes_in_call else 0.0,
     )
 
@@ -251,27 +253,28 @@ def _written(op, setup, dots, quantizes):
     """
     if setup.recipe is None:
         best = {**op.in_xla(dots, setup.dtype), "naive": op.naive}
-        found = {cases.NAIVE: {"naive": op.naive}, cases.BEST: best}
-        if setup.is_job:
-            return found
-        return {cases.RING: {"ring": op.in_ring(dots, setup.dtype)}, **found}
-    layers = functools.partial(
-        Collectives,
-        recipe=setup.recipe,
+        ring = functools.partial(Rings, dots, setup.dtype, setup.dtype)
+        return {
+            cases.RING: {"": op.on_layers(ring)},
+            cases.NAIVE: {"": op.naive},
+            cases.BEST: best,
+        }
+    fp8 = {
+        "recipe": setup.recipe,
         # XLA's FP8 dot cannot multiply by scales that change along K, so gradients are
         # quantized only by recipes with one scale per tensor.
-        quantizes_gradients=quantizes and has_one_scale(setup.recipe),
-    )
-    dequantized = functools.partial(layers, dequantizes=True)
-    found = {cases.XLA_QDQ: op.in_xla(dots, cases.WIDE, dequantized)}
+        "quantizes_gradients": quantizes and has_one_scale(setup.recipe),
+    }
+    found = {cases.XLA_QDQ: op.in_xla(dots, cases.WIDE, dequantizes=True, **fp8)}
     if setup.dtype == "mxfp8":  # XLA has no dot of FP8 values with a scale per block
         return found
-    return {cases.XLA_F8: op.in_xla(dots, cases.WIDE, layers), **found}
+    return {cases.XLA_F8: op.in_xla(dots, cases.WIDE, **fp8), **found}
 
 
-def _memory(op, shape, own, best, ranks):
-    x = own.operands[0]
-    dims, dtype = ("MN", peers.wide_dtype(x)) if op.is_row else ("MK", x.dtype)
+def _memory(op, shape, own, best, setup):
+    dims, dtype = "MK", own.operands[0].dtype
+    if op.is_row:
+        dims, dtype = "MN", jnp.dtype(cases.wide_dtype(setup.dtype))
     # Frees jax_ub's communication buffers first, because they keep the largest size of
     # all earlier cases.
     communicators.release_slots()
@@ -281,25 +284,8 @@ def _memory(op, shape, own, best, ranks):
         peer_bytes=cases.temp_bytes(best),
         avoided_bytes=math.prod(shape.sizes(dims)) * dtype.itemsize,
         workspace_bytes=memory_report().held_bytes,
-        residual_bytes=cases.residual_bytes(own, ranks.num_ranks),
+        residual_bytes=cases.residual_bytes(own, setup.num_ranks),
     )
-
-
-def latency(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a benchmark case for each op: chained calls with 256 elements per rank.
-
-    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
-    """
-    if setup.num_ranks == 1:
-        return []
-    calls: dict[str, tuple[Program, Program]] = {
-        **{name: (op.own(), op.naive) for name, op in FORWARD_OPS.items()},
-        "all_reduce": (
-            lambda x, w: ub.all_reduce(x, axis_name=AXIS),
-            lambda x, w: lax.psum(x, AXIS),
-        ),
-    }
-    return [_latency_case(setup, op, *programs) for op, programs in calls.items()]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -319,22 +305,43 @@ class Chain(Candidate):
         return max(difference, 1e-9) / MORE_CALLS
 
 
-def _latency_case(setup: Setup, op: str, own: Program, xla: Program) -> Case:
-    """Returns the latency case of an op: `own` in jax_ub, `xla` in plain JAX."""
+def latency(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns a benchmark case for each op: chained calls with 256 elements per rank.
+
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
+    """
+    if setup.num_ranks == 1:
+        return []
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), ROWS),
         ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
     ]
     programs = Programs(ranks, operands, (ROWS, Spec()), ROWS)
-    candidates = []
-    for name, call in ((cases.OWN, own), (cases.BEST, xla)):
-        chain, once = (
+
+    def chain(name, op, call):
+        many, once = (
             programs(name, functools.partial(_chain, op, call, num_calls))
             for num_calls in (1 + MORE_CALLS, 1)
         )
-        candidates.append(Chain(**vars(chain), once=once))
-    return setup.case("latency", LATENCY_SHAPE, candidates, num_gemms=0, variant=op)
+        return Chain(**vars(many), once=once)
+
+    calls: dict[str, tuple[Program, Program]] = {
+        **{name: (op.own(), op.naive) for name, op in FORWARD_OPS.items()},
+        "all_reduce": (
+            lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+            lambda x, w: lax.psum(x, AXIS),
+        ),
+    }
+    return [
+        setup.case(
+            *("latency", LATENCY_SHAPE),
+            [chain(cases.OWN, op, own), chain(cases.BEST, op, xla)],
+            num_gemms=0,
+            variant=op,
+        )
+        for op, (own, xla) in calls.items()
+    ]
 
 
 def _chain(op, call, num_calls, x, w):
@@ -351,17 +358,16 @@ def _chain(op, call, num_calls, x, w):
     return y
 
 
-def _pair(layers, dots, x, w1, w2, dy):
-    dtype = peers.wide_dtype(x)
-    hidden = layers.gather_dot(x, w1, dots["column_nn"])
-    hidden = layers.quantized(hidden, INPUT)
-    y = layers.dot_scatter(hidden, w2, dots["row_nn"])
+def _pair(layers, x, w1, w2, dy):
+    hidden = layers.quantized(layers.all_gather_matmul(x, w1), INPUT)
+    y = layers.matmul_reduce_scatter(hidden, w2)
     dy = layers.quantized(dy, OUTPUT_GRAD)
-    d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
-    dw2 = dots["row_tn"](hidden, layers.gather(dy), dtype)
+    d_hidden = layers.all_gather_matmul(dy, w2, "row_nt")
+    dw2 = layers.dots["row_tn"](hidden, layers.gather(dy), layers.dtype)
     d_hidden = layers.quantized(d_hidden, OUTPUT_GRAD)
-    dx = layers.dot_scatter(d_hidden, w1, dots["column_nt"])
-    return y, dx, dots["column_tn"](layers.gather(x), d_hidden, dtype), dw2
+    dx = layers.matmul_reduce_scatter(d_hidden, w1, "column_nt")
+    dw1 = layers.dots["column_tn"](layers.gather(x), d_hidden, layers.dtype)
+    return y, dx, dw1, dw2
 
 
 def _with_gradients(column: Program, row: Program) -> Program:
@@ -378,38 +384,32 @@ def _own_pair(method=None, fp8=None, hidden=lambda x: x):
     return _with_gradients(column, lambda x, w: row(hidden(x), w))
 
 
-def _forward_op(public, naive, gemm, methods) -> LinearOp:
-    """Returns a forward op; `methods` has {collective: method of `Collectives`}."""
+def _forward_op(name: str, gemm: str, reductions: tuple[str, ...]) -> LinearOp:
+    def run(layers, x, w):
+        return getattr(layers, name)(x, w)
 
-    def program(method, layers, dots, x, w):
-        return getattr(layers, method)(x, w, dots[gemm])
+    def naive(x, w):  # a `lax` collective and `@`
+        dots = {gemm: DotVariant("nn")}
+        return run(Collectives(dots, x.dtype, x.dtype, "psum"), x, w)
 
     return LinearOp(
-        name=public.__name__,
+        name,
         operands=_GEMMS[gemm][:2],
         # The result of GEMM+AR is replicated: each rank has all rows. It is declared as
         # sharded by rows, because shard_map would otherwise check the replication.
         results=_GEMMS[gemm][2:],
         gemms=(gemm,),
-        programs={
-            collective: functools.partial(program, method)
-            for collective, method in methods.items()
-        },
-        own=functools.partial(functools.partial, public, axis_name=AXIS),
+        reductions=reductions,
+        run=run,
+        own=functools.partial(functools.partial, getattr(ub, name), axis_name=AXIS),
         naive=naive,
     )
 
 
-_GATHER, _SCATTER = {"": "gather_dot"}, {"psum_scatter": "dot_scatter"}
-_REDUCE = {"psum_scatter and all_gather": "dot_scatter_gather", "psum": "dot_psum"}
-FORWARD_OPS = {
-    op.name: op
-    for op in (
-        _forward_op(ub.all_gather_matmul, peers.naive_column, "column_nn", _GATHER),
-        _forward_op(ub.matmul_reduce_scatter, peers.naive_row, "row_nn", _SCATTER),
-        _forward_op(ub.matmul_all_reduce, peers.naive_all_reduce, "row_nn", _REDUCE),
-    )
-}
+_COLUMN = _forward_op("all_gather_matmul", "column_nn", ())
+_ROW = _forward_op("matmul_reduce_scatter", "row_nn", ("psum_scatter",))
+_REDUCED = _forward_op("matmul_all_reduce", "row_nn", ("psum_scatter", "psum"))
+FORWARD_OPS = {op.name: op for op in (_COLUMN, _ROW, _REDUCED)}
 # The column-parallel and the row-parallel layer of an MLP with their gradients: six
 # GEMMs, two all-gathers and two reduce-scatters.
 PAIR = LinearOp(
@@ -417,8 +417,9 @@ PAIR = LinearOp(
     operands=("MK", "KN", "NK", "MK"),
     results=("MK", "MK", "KN", "NK"),
     gemms=tuple(_GEMMS),
-    programs={"psum_scatter": _pair},
+    reductions=("psum_scatter",),
+    run=_pair,
     own=_own_pair,
-    naive=_with_gradients(peers.naive_column, peers.naive_row),
+    naive=_with_gradients(_COLUMN.naive, _ROW.naive),
 )
 LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR}

@@ -58,9 +58,8 @@ def barrier(setup: Setup, shape: Shape) -> list[Case]:
 
 # The functions that build the cases of each op.
 OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
-    "gemm": functools.partial(local, "gemm"),
+    **{name: functools.partial(local, name) for name in VARIANTS},
     **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
-    **{name: functools.partial(local, name) for name in VARIANTS if name != "gemm"},
     "fused": fused,
     "latency": linear.latency,
     "small": linear.small,
@@ -76,16 +75,17 @@ FIXED_SHAPES = {
 }
 
 
-class Runner:
-    """Runs the programs of a benchmark on devices of this process."""
+def measure(
+    chosen: Options,
+    ranks_of: Callable[[int], Ranks] = Ranks,
+    find: Callable[[Sequence[Candidate]], Candidate] = timing.fastest,
+    interleave: Callable[..., Rounds] = timing.interleave,
+) -> Iterator[Result]:
+    """Builds, checks and times all benchmark cases, and yields their results.
 
-    ranks: Callable[[int], Ranks] = Ranks
-    find = staticmethod(timing.fastest)
-    interleave = staticmethod(timing.interleave)
-
-
-def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
-    """Builds, checks and times all benchmark cases, and yields their results."""
+    The ranks are devices of this process, or of all processes of a `Job`. `find` and
+    `interleave` time their programs.
+    """
     sizes = [
         (op, dtype, num_ranks, shape)
         for op in chosen.ops
@@ -95,17 +95,16 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
         for shape in (chosen.shapes[:1] if op in FIXED_SHAPES else chosen.shapes)
     ]
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
-        ranks, variants = runner.ranks(num_ranks), chosen.variants
         name = BY_SHORT_NAME.get(dtype, dtype)
-        setup = Setup(ranks, name, variants, runner.find)
+        setup = Setup(ranks_of(num_ranks), name, chosen.variants, find)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
             # An untimed round. A program's first call compiles it, and replaces a
             # donated operand by the result. The result may have another sharding than
             # the operand, so the second call compiles again.
-            runner.interleave(candidates, 1)
-            rounds = runner.interleave(candidates, chosen.rounds, chosen.patience)
+            interleave(candidates, 1)
+            rounds = interleave(candidates, chosen.rounds, chosen.patience)
             yield evaluate(case, rounds)
 
 
@@ -124,44 +123,34 @@ def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
     ]
 
 
-class Job(Runner):
-    """Runs the programs of a benchmark in all processes of a job, one rank in each."""
+class Job:
+    """Times programs in all processes of a job, one rank in each.
 
-    ranks = ProcessRanks
+    `interleave` and `find` are `timing.interleave` and `timing.fastest`. The time of a
+    call is that of the slowest process, so all processes get the same times.
+    """
 
     def __init__(self) -> None:
         self.is_first = jax.process_index() == 0
-        self._all = ProcessRanks(jax.process_count())
-        self._psum = self._all.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
-        self._ones = self._all.place(np.ones(self._all.num_ranks, np.float32), ROWS)
+        ranks = ProcessRanks(jax.process_count())
+        self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
+        self._ones = ranks.place(np.ones(ranks.num_ranks, np.float32), ROWS)
         self.synchronize()
         # All cases share one measurement of the CPU load by other programs: it covers
         # at least 0.1 s, and the rounds of one case may be shorter.
-        self._load = timing.BackgroundLoad(lambda: sum(self._gather(process_time())))
+        self.interleave = functools.partial(
+            timing.interleave,
+            load=timing.BackgroundLoad(lambda: sum(self._gather(process_time()))),
+            agree=self._largest,
+            measure=lambda candidate: self._largest(self._seconds(candidate)),
+        )
+        self.find = functools.partial(
+            timing.fastest, run=self.interleave, trials=_TRIALS
+        )
 
     def synchronize(self) -> None:
         """Waits, in an all-reduce, until every process of the job has called this."""
         jax.block_until_ready(self._psum(self._ones))
-
-    def interleave(
-        self, candidates: Sequence[Any], rounds: int, patience: int = 1
-    ) -> Rounds:
-        """Times programs in interleaved rounds, by the slowest process in each round.
-
-        All processes have the same times, and keep the same rounds.
-        """
-        return timing.interleave(
-            candidates,
-            rounds,
-            patience,
-            load=self._load,
-            agree=self._largest,
-            measure=lambda candidate: self._largest(self._seconds(candidate)),
-        )
-
-    def find(self, variants: Sequence[Candidate]) -> Candidate:
-        """Returns the fastest of several variants of a program."""
-        return timing.fastest(variants, self.interleave, _TRIALS)
 
     def _seconds(self, candidate):
         """Returns the seconds of a call that starts in all processes simultaneously.
@@ -222,10 +211,10 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         job, num = Job(), jax.process_count()
         tokens = max(shape.M for shape in options.shapes)
         features = max(max(shape.K, shape.N) for shape in options.shapes)
-        mesh = job.ranks(num).mesh
+        mesh = ProcessRanks(num).mesh
         ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
         results = []
-        for result in measure(options, job):
+        for result in measure(options, ProcessRanks, job.find, job.interleave):
             results.append(result)
             if job.is_first:
                 print(report.table([result]), flush=True)

@@ -8,7 +8,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jax_ub._src.tools.devices import AXIS, ROWS, Ranks
 from jax_ub._src.tools.programs import Programs
 from jax_ub._src.tools.timing import Candidate, fastest
 
-Dot = Callable[..., jax.Array]
 # Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
 # a transposed operand: "nn" is fprop, "nt" dgrad, "tn" wgrad.
 LAYOUTS = {"nn": ("MK", "KN", "MN"), "nt": ("MN", "KN", "MK"), "tn": ("MK", "MN", "KN")}
@@ -109,51 +108,28 @@ def fastest_dot(
     return programs.fastest("", functions, find).variant
 
 
-def gather(x: jax.Array) -> jax.Array:
-    return lax.all_gather(x, AXIS, axis=0, tiled=True)
-
-
-def scatter(x: jax.Array) -> jax.Array:
-    return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
-
-
-# The naive programs: a `lax` collective and `@`, as most users write the layers.
-
-
-def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
-    return gather(x) @ w
-
-
-def naive_row(x: jax.Array, w: jax.Array) -> jax.Array:
-    return scatter(x @ w)
-
-
-def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.psum(x @ w, AXIS)
-
-
-def wide_dtype(x: Any) -> Any:
-    """Returns the dtype of x or, if x is FP8, of the array that was quantized."""
-    return x.wide_dtype if is_scaled(x) else x.dtype
-
-
-# `bench.linear` builds its programs from the methods of the classes below. `Rings`
-# overlaps a collective and a GEMM, `Collectives` runs one after the other.
+# The methods of the classes below that run a layer have the name of jax_ub's function.
+# `Rings` overlaps a collective and a GEMM, `Collectives` runs one after the other.
 
 
 @dataclasses.dataclass(eq=False)
 class Collectives:
     """Tensor-parallel linear layers in XLA: a collective and a dot in sequence.
 
-    Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
-    new object is needed for each trace.
+    `dots` has the GEMMs by name, `dtype` is the dtype of results. Partial sums are
+    reduced in the dtype `moved`, those of GEMM+AR by the collective `reduction`: "psum"
+    or "psum_scatter" with an all-gather. An array is gathered only once, so a new
+    object is needed for each trace.
 
     With a recipe, operands are quantized to FP8, and all-gathers send FP8 values and
-    scales. If `dequantizes`, the operands are dequantized to bf16 again before the
+    scales. If `dequantizes`, the operands are dequantized to `dtype` again before the
     collectives and dots. Gradients are quantized only if `quantizes_gradients`.
     """
 
-    moved: Any
+    dots: Mapping[str, DotVariant]
+    dtype: str
+    moved: str
+    reduction: str = "psum_scatter"
     recipe: Recipe | None = None
     dequantizes: bool = False
     quantizes_gradients: bool = False
@@ -180,46 +156,49 @@ class Collectives:
             scales = self.gather(x.scales) if is_per_row else x.scales
             return ScaledArray(self.gather(x.values), scales)
         if id(x) not in self._gathered:
-            self._gathered[id(x)] = gather(x)
+            self._gathered[id(x)] = lax.all_gather(x, AXIS, tiled=True)
         return self._gathered[id(x)]
 
-    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return dot(self.gather(x), w, wide_dtype(x))
+    def all_gather_matmul(self, x: Any, w: Any, gemm: str = "column_nn") -> jax.Array:
+        return self.dots[gemm](self.gather(x), w, self.dtype)
 
-    def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return scatter(dot(x, w, self.moved)).astype(wide_dtype(x))
+    def matmul_reduce_scatter(self, x: Any, w: Any, gemm: str = "row_nn") -> jax.Array:
+        partial = self.dots[gemm](x, w, self.moved)
+        return lax.psum_scatter(partial, AXIS, tiled=True).astype(self.dtype)
 
-    def dot_scatter_gather(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return self.gather(self.dot_scatter(x, w, dot))
-
-    def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return lax.psum(dot(x, w, self.moved), AXIS).astype(wide_dtype(x))
+    def matmul_all_reduce(self, x: Any, w: Any, gemm: str = "row_nn") -> jax.Array:
+        if self.reduction == "psum":
+            return lax.psum(self.dots[gemm](x, w, self.moved), AXIS).astype(self.dtype)
+        return self.gather(self.matmul_reduce_scatter(x, w, gemm))
 
 
 class Rings(Collectives):
     """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
 
     def gather(self, x: jax.Array) -> jax.Array:
-        return self.gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
+        return self._gathered_map(x, lambda shard: shard)
 
-    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        """Computes all-gather + GEMM: multiplies one shard while the next one is sent.
+    def all_gather_matmul(self, x: Any, w: Any, gemm: str = "column_nn") -> jax.Array:
+        return self._gathered_map(x, lambda shard: self.dots[gemm](shard, w, x.dtype))
 
-        Shards move to the lower rank. In step s, rank r multiplies shard (r + s) mod P.
+    def _gathered_map(self, x, function):
+        """Applies a function to each rank's x while the next one is sent; concatenates.
+
+        Shards move to the lower rank. In step s, rank r has shard (r + s) mod P.
         """
         num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
         rows = x.shape[0]
-        product = dot(x, w, x.dtype)
-        y = jnp.zeros_like(product, shape=(num_ranks * rows, product.shape[1]))
+        result = function(x)
+        y = jnp.zeros_like(result, shape=(num_ranks * rows, result.shape[1]))
         for step in range(num_ranks):
             shard = (rank + step) % num_ranks
-            y = lax.dynamic_update_slice_in_dim(y, product, shard * rows, 0)
+            y = lax.dynamic_update_slice_in_dim(y, result, shard * rows, 0)
             if step + 1 < num_ranks:
                 x = lax.ppermute(x, AXIS, _neighbours(num_ranks, -1))
-                product = dot(x, w, x.dtype)
+                result = function(x)
         return y
 
-    def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+    def matmul_reduce_scatter(self, x: Any, w: Any, gemm: str = "row_nn") -> jax.Array:
         """Computes GEMM + reduce-scatter: partial sums pass from rank to rank.
 
         Each rank adds a product and sends the sum to the next higher rank. In step s,
@@ -229,8 +208,9 @@ class Rings(Collectives):
         rows = x.shape[0] // num_ranks
 
         def product(step: int) -> jax.Array:
-            owner = (rank - 1 - step) % num_ranks
-            return dot(lax.dynamic_slice_in_dim(x, owner * rows, rows), w, x.dtype)
+            start = (rank - 1 - step) % num_ranks * rows
+            part = lax.dynamic_slice_in_dim(x, start, rows)
+            return self.dots[gemm](part, w, x.dtype)
 
         total = product(0)
         for step in range(1, num_ranks):
