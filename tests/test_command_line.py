@@ -14,6 +14,7 @@ from jax_ub._src.tools import command_line, doctor
 from jax_ub._src.tools.command_line import (
     Shape,
     amount_of,
+    list_of,
     name_of,
     names_of,
     output_path,
@@ -112,6 +113,10 @@ def test_missing_folder_is_rejected_before_the_command_runs(command, tmp_path, c
     with pytest.raises(SystemExit):
         __main__.main([*command, str(tmp_path / "none" / "file")])
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_value_of_a_list_counts_once():
+    assert list_of(positive)("2,3,02") == (2, 3)
 
 
 def test_a_shape_is_parsed_from_its_text():

@@ -187,9 +187,9 @@ def test_an_interrupted_run_prints_and_leaves_its_results(
 
 def test_a_run_on_gpus_names_them():
     about = report.environment()
-    assert "devices" not in report.describe(about, "7 rounds")
+    assert "devices" not in report.describe(about, 7)
     about["machine"]["device_kind"] = "NVIDIA H200"
-    assert "devices NVIDIA H200; " in report.describe(about, "7 rounds")
+    assert "devices NVIDIA H200; " in report.describe(about, 7)
 
 
 def test_a_source_tree_that_is_not_installed_can_be_measured(monkeypatch):

@@ -35,10 +35,11 @@ def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
         "xla_ring",
         "in_process",
         "plain_gemm",
+        "copy",
         "peak",
     }
     assert {"xla_best", "xla_naive", "xla_ring"} == set(row["speedups"])
-    assert {"in_process", "plain_gemm", "peak"} == set(row["shares"])
+    assert {"in_process", "plain_gemm", "copy", "peak"} == set(row["shares"])
     assert all(r["times_us"]["jax_ub"]["median"] > 0 for r in others)
     assert all(r["speedups"]["xla_best"]["median"] > 0 for r in others[:-1])
     assert found["fallbacks"] == []

@@ -65,8 +65,11 @@ def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Returns an argparse `type` for comma-separated values, each parsed by `read`."""
-    return value_of(lambda text: tuple(map(read, text.split(","))))
+    """Returns an argparse `type` for comma-separated values, each parsed by `read`.
+
+    A value that is given twice counts once.
+    """
+    return value_of(lambda text: tuple(dict.fromkeys(map(read, text.split(",")))))
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:

@@ -12,12 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.fp8.recipes import (
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Recipe,
-    RowwiseScaling,
-)
+from jax_ub._src.fp8 import recipes
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
@@ -44,17 +40,12 @@ XLA_QDQ = "xla_qdq"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED, PALLAS, BF16, XLA_F8, XLA_QDQ)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-QUICK_SHAPES = (Shape(32, 48, 80),)
-
-# The dtype of the results of FP8 cases, and of the bf16 calls that they are compared
-# with.
-WIDE = "bfloat16"
 # Values of --dtypes that select FP8 operands, and the recipe of each for the scales,
 # which are per tensor, block or row.
 FP8_RECIPES: dict[str, Recipe] = {
-    "fp8": Float8CurrentScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "rowwise": RowwiseScaling(),
+    "fp8": recipes.Float8CurrentScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "rowwise": recipes.RowwiseScaling(),
 }
 
 
@@ -81,7 +72,7 @@ class Memory:
     the gathered x [M, K], each rank's partial sums [M, N], or the temporary buffers of
     the unfused operations. `workspace_bytes` is the communication memory that the
     engine holds in this process, and `residual_bytes` is what jax_ub's program saves
-    for its backward pass.
+    for its backward pass, per device.
     """
 
     own_bytes: int
@@ -122,10 +113,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        title = f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}"
-        if self.num_processes > 1:
-            title += f" in {self.num_processes} processes"
-        return title
+        return f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}"
 
     def __getitem__(self, name: str) -> Candidate:
         return next(c for c in self.candidates if c.name == name)
@@ -143,19 +131,6 @@ class Setup:
     dtype: str
     variants: tuple[str, ...] = ()
     find: Callable[[Sequence[Candidate]], Candidate] = fastest
-
-    @property
-    def num_ranks(self) -> int:
-        return self.ranks.num_ranks
-
-    @property
-    def recipe(self) -> Recipe | None:
-        return FP8_RECIPES.get(self.dtype)
-
-    @property
-    def is_job(self) -> bool:
-        """Returns whether the ranks are in several processes, one in each."""
-        return jax.process_count() > 1
 
     def case(
         self,
@@ -177,7 +152,7 @@ class Setup:
         every = [c for c in candidates if not isinstance(c, str)]
         every += peak_candidates(self.ranks, wide_dtype(self.dtype), flops)
         return Case(
-            *(op, variant, self.dtype, self.num_ranks, shape, flops, every),
+            *(op, variant, self.dtype, self.ranks.num_ranks, shape, flops, every),
             notes=tuple(c for c in candidates if isinstance(c, str)),
             num_processes=jax.process_count(),
             **more,
@@ -186,7 +161,7 @@ class Setup:
 
 def wide_dtype(dtype: str) -> str:
     """Returns the dtype of a case's results: `dtype`, or bf16 for FP8 operands."""
-    return WIDE if dtype in FP8_RECIPES else dtype
+    return "bfloat16" if dtype in FP8_RECIPES else dtype
 
 
 def copy_limit(num_bytes: int) -> Candidate:
@@ -196,15 +171,6 @@ def copy_limit(num_bytes: int) -> Candidate:
     """
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
-
-
-def residual_bytes(candidate: Candidate, num_ranks: int) -> int:
-    """Returns the bytes per device that a program saves for its backward pass."""
-    residuals = jax.eval_shape(
-        lambda *operands: jax.vjp(candidate.program, *operands)[1], *candidate.operands
-    )
-    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
-    return sum(sizes) // num_ranks
 
 
 def temp_bytes(candidate: Candidate) -> int:

@@ -16,26 +16,15 @@ from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench import cases, measure, report
 from jax_ub._src.tools.bench.cases import Options
 from jax_ub._src.tools.bench.gemm import VARIANTS
-from jax_ub._src.tools.bench.measure import (
-    FIXED_SHAPES,
-    FP8_OPS,
-    JOB_OPS,
-    OPS,
-)
+from jax_ub._src.tools.bench.measure import FIXED_SHAPES, FP8_OPS, JOB_OPS, OPS
 from jax_ub._src.tools.bench.report import Result
-from jax_ub._src.tools.command_line import (
-    check_divides,
-    list_of,
-    names_of,
-    parse_shape,
-    positive,
-)
+from jax_ub._src.tools.command_line import Shape, list_of, names_of, positive
 from jax_ub._src.tools.launch.parts import count
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
 DTYPES = (*Options.dtypes, *cases.FP8_RECIPES)
 # Format version in the JSON; incremented when a key changes its meaning.
-SCHEMA = 1
+SCHEMA = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", type=names_of(DTYPES), help=some_dtypes)
     four = ", ".join(map(str, Options.shapes))
     shapes = f"global sizes MxKxN, such as 512x1024x2816 (default: {four})"
-    add("--shapes", type=list_of(parse_shape), help=shapes)
+    add("--shapes", type=list_of(command_line.parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS['gemm'])} (default: all)"
     add("--variants", type=names_of(VARIANTS["gemm"]), help=variants)
     threads = "values of JAX_UB_NUM_THREADS to compare with the first, such as 2,16"
@@ -57,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     patience = "run up to this many times as many rounds, and keep the calmest "
     patience += "(default: 1)"
     add("--patience", type=positive, help=patience)
-    platforms = ("cpu", "cuda")
-    add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
+    add("--platform", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
     command_line.add_json(parser, "all figures")
     several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
@@ -74,12 +62,11 @@ def options(given: argparse.Namespace) -> Options:
     in_job = given.processes is not None
     chosen: dict[str, Any] = {"ops": JOB_OPS if in_job else tuple(OPS)}
     if given.quick:
-        chosen |= {"devices": (1, 2), "shapes": cases.QUICK_SHAPES, "rounds": 3}
+        chosen |= {"devices": (1, 2), "shapes": (Shape(32, 48, 80),), "rounds": 3}
     for field in dataclasses.fields(Options):
         value = getattr(given, field.name)
         if value is not None:
-            unique = dict.fromkeys(value) if isinstance(value, tuple) else None
-            chosen[field.name] = value if unique is None else tuple(unique)
+            chosen[field.name] = value
     if in_job:
         chosen["devices"] = given.processes
     found = Options(**chosen)
@@ -104,7 +91,7 @@ def _check_shapes(found, option):
                     f"{num_ranks} ranks. Give --ops without {op}, or leave {num_ranks} "
                     f"out of {option}."
                 )
-            check_divides("bench", shape, num_ranks, option)
+            command_line.check_divides("bench", shape, num_ranks, option)
             if "mxfp8" in found.dtypes and op in FP8_OPS:
                 _check_blocks(op, shape, num_ranks)
 
@@ -140,13 +127,11 @@ def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
             in_job and 1 in given.processes
         ),
         _without_fp8(found.ops): fp8 and set(found.ops).isdisjoint(FP8_OPS),
-        "--variants are those of the op gemm. Add gemm to --ops.": (
-            found.variants and "gemm" not in found.ops
-        ),
-        "--variants are those of the op gemm, on one device. Add 1 to --devices.": (
-            found.variants and 1 not in found.devices
-        ),
     }
+    if found.variants:
+        of = "--variants are those of the op gemm"
+        conflicts[f"{of}. Add gemm to --ops."] = "gemm" not in found.ops
+        conflicts[f"{of}, on one device. Add 1 to --devices."] = 1 not in found.devices
     for option, ops in (("shapes", FIXED_SHAPES), ("dtypes", ("barrier",))):
         text = f"--{option} has no effect on {', '.join(found.ops)}. Leave it out."
         # The processes of a job get all options, also the defaults.
@@ -163,12 +148,9 @@ def _without_fp8(ops):
 def _unmeasured(found: Options, in_job: bool) -> dict[str, str]:
     """Returns the ops that have no case with these options, each with the reason."""
     if in_job:
-        alone, some = [op for op in found.ops if op not in JOB_OPS], ", ".join(JOB_OPS)
-        return dict.fromkeys(
-            alone,
-            f"none of {','.join(alone)} is compared over processes. Take some of "
-            f"{some}.",
-        )
+        alone = [op for op in found.ops if op not in JOB_OPS]
+        reason = f"none of {','.join(alone)} is compared over processes. Take some of "
+        return dict.fromkeys(alone, f"{reason}{', '.join(JOB_OPS)}.")
     reasons = {"barrier": "a barrier is between processes. Add --processes 2."}
     if 1 not in found.devices:
         reasons["gemm"] = "the op gemm runs on one device. Add 1 to --devices."
@@ -185,24 +167,21 @@ def command(given: argparse.Namespace) -> int:
     """Runs the benchmark of a parsed command line; returns the exit status."""
     chosen = options(given)
     settings.check()  # before any process is started
-    rounds = f"{chosen.rounds} rounds"
     if given.part is not None:
         measure.run_part(given.part, chosen)
     elif given.processes is None:
         devices.start("bench", max(chosen.devices), given.platform)
-        _report(given, chosen, rounds, measure.measure(chosen))
+        _report(given, chosen, measure.measure(chosen))
     else:
         jax.config.update("jax_platforms", "cpu")
-        rounds += " of the slowest process, XLA with gloo"
-        _report(given, chosen, rounds, measure.run_jobs(chosen))
+        _report(given, chosen, measure.run_jobs(chosen))
     return 0
 
 
-def _report(given, chosen, rounds, measured):
+def _report(given, chosen, measured):
     """Prints a table for each op, as soon as it is `measured`, and writes the JSON."""
     about = report.environment()
-    title = report.describe(about, rounds)
-    command_line.say(given, title)
+    command_line.say(given, report.describe(about, chosen.rounds))
     results: list[Result] = []
 
     def write(is_complete):

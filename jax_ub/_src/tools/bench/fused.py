@@ -27,7 +27,7 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
     With several ranks, they overlap GEMMs with collectives; with one rank, they fuse
     local operations such as a linear layer and its bias.
     """
-    sequences = _overlapped if setup.num_ranks > 1 else _local
+    sequences = _overlapped if setup.ranks.num_ranks > 1 else _local
     # jax_ub's sequences and those in plain `jax.lax` differ in the method.
     own, plain = (
         sequences(shape, jnp.dtype(setup.dtype), method) for method in (None, "xla")
@@ -83,7 +83,7 @@ def _case(setup, shape, variant, x, y, operations, plain) -> Case:
 
     def spec_of(dims):
         spec = COLUMNS if "N" in dims else ROWS
-        return spec if setup.num_ranks > 1 else Spec()
+        return spec if setup.ranks.num_ranks > 1 else Spec()
 
     def draw(array_shape, spec, scale=1.0):
         array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)

@@ -30,7 +30,7 @@ def local(op: str, setup: Setup, shape: Shape) -> list[Case]:
     """
     if op != "gemm":
         return [_case(setup, shape, op, *VARIANTS[op])]
-    variants = setup.variants or VARIANTS[op] if setup.num_ranks == 1 else ()
+    variants = setup.variants or VARIANTS[op] if setup.ranks.num_ranks == 1 else ()
     return [_case(setup, shape, op, variant) for variant in variants]
 
 
@@ -41,8 +41,7 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
     choice = MethodChoice(resolve(op, None, settings.method()))
     own = getattr(ub, op, own_gemm(choice, layout, adds_bias=added == "bias"))
     programs = _programs(setup, shape, layout, added, out_dtype)
-    platform = setup.ranks.platform
-    dots = peers.dot_variants(layout, setup.dtype, platform)
+    dots = peers.dot_variants(layout, setup.dtype, setup.ranks.platform)
     written = {dot: _in_xla(dot, out_dtype) for dot in dots}
     candidates: list[Candidate | str] = [
         programs(cases.OWN, own),
@@ -53,11 +52,9 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
     if op != "gemm":
         without = _programs(setup, shape, layout, "", out_dtype)
         candidates.append(without(cases.PLAIN, own_gemm(choice, layout, out_dtype)))
-    elif platform == "cpu":
+    elif setup.ranks.platform == "cpu":
         out = shape.sizes(peers.LAYOUTS[layout][2])
-        candidates.append(
-            _in_onednn(setup.dtype, layout, programs.operands, out, added)
-        )
+        candidates.append(_in_onednn(setup, layout, added, programs.operands, out))
     return setup.case(op, shape, candidates, variant=variant)
 
 
@@ -93,15 +90,13 @@ def _in_xla(dot, out_dtype):
     return program
 
 
-def _in_onednn(dtype, layout, operands, out, added):
+def _in_onednn(setup, layout, added, operands, out):
     """Returns oneDNN's program, or the reason why there is none."""
-    gemm = peers.find_onednn(dtype, layout)
+    gemm = peers.find_onednn(setup.dtype, layout)
     if isinstance(gemm, str):
         return gemm
     a, b, *third = map(np.asarray, operands)
-    y = np.zeros(out, np.float32)
-    if third:
-        y[:] = third[0]
+    y = np.zeros(out, np.float32) + (third[0] if third else 0)
 
     def program():
         if added == "bias":

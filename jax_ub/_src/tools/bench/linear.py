@@ -8,8 +8,7 @@ of a call that sends almost no data.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from jax_ub._src.tools.timing import Candidate
 
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
-Dots = Mapping[str, DotVariant]
 
 # The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
 # column layer, "MN" the hidden features, "NK" the kernel of the row layer.
@@ -61,72 +59,55 @@ class LinearOp:
 
     Attributes:
         operands: dimensions of the operands, such as "MK".
-        results: dimensions of the results.
+        results: dimensions of the result; for several results, a tuple.
         gemms: the names of the GEMMs in `_GEMMS`, which are all of the same size.
         reductions: the collectives that may reduce partial sums.
         run: XLA's program, a function of (layers, *operands). `layers` is an object of
             class `Collectives`.
-        own: returns jax_ub's program. Options are `method`, by default the one of
-            `JAX_UB_METHOD`, the FP8 recipe `fp8` of the layers, and `hidden`, a
+        own: returns jax_ub's program. Options are `method` (default: the value
+            of `JAX_UB_METHOD`), the FP8 recipe `fp8` of the layers, and `hidden`, a
             function of the hidden features.
         naive: XLA's program as most users write it.
+        roles: the role of each operand in FP8 quantization.
     """
 
     name: str
     operands: tuple[str, ...]
-    results: tuple[str, ...]
+    results: str | tuple[str, ...]
     gemms: tuple[str, ...]
     reductions: tuple[str, ...]
     run: Program
     own: Callable[..., Program]
     naive: Program
-
-    @property
-    def is_row(self) -> bool:
-        """Returns whether the op is the row-parallel layer, x [M, N] times w [N, K]."""
-        return self.operands[0] == "MN"
-
-    @property
-    def is_pair(self) -> bool:
-        """Returns whether the op is a column- and a row-parallel layer with gradients.
-
-        Otherwise it is the forward pass of one layer.
-        """
-        return len(self.gemms) > 1
-
-    @property
-    def roles(self) -> list[str | None]:
-        """Returns each operand's role in FP8 quantization; None if it is not quantized.
-
-        The gradient of the result, the last operand of the pair, is not quantized.
-        """
-        roles = [KERNEL if dims in ("KN", "NK") else INPUT for dims in self.operands]
-        return [*roles[:-1], None] if self.is_pair else [*roles]
+    roles: tuple[str, ...] = (INPUT, KERNEL)
 
     def on(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Programs:
         """Returns what makes programs of the op, with random operands on `ranks`.
 
-        With a recipe, the operands are quantized to FP8.
+        With a recipe, the operands are quantized to FP8, except for gradients.
         """
         specs: Any = [_SPECS[dims] for dims in self.operands]
-        results = tuple(_SPECS[dims] for dims in self.results)
         operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], specs)
         if recipe is not None:
             quantize = functools.partial(_quantized_operand, ranks, recipe)
             pairs = map(quantize, operands, specs, self.roles)
             operands, specs = zip(*pairs, strict=True)
-        return Programs(ranks, operands, specs, results if self.is_pair else results[0])
+        return Programs(ranks, operands, specs, jax.tree.map(_SPECS.get, self.results))
 
     def on_layers(self, layers: Callable[[], Collectives]) -> Program:
+        """Returns XLA's program; each trace of it calls `layers`."""
+
         def program(*operands):
             made = layers()
             return self.run(made, *map(made.quantized, operands, self.roles))
 
         return program
 
-    def in_xla(self, dots: Dots, dtype: str, **fp8: Any) -> dict[Any, Program]:
+    def in_xla(
+        self, dots: dict[str, DotVariant], dtype: str, **fp8: Any
+    ) -> dict[Any, Program]:
         """Returns {variant: XLA program}, one for each way to reduce partial sums.
 
         Partial sums have the dtype `dtype` in some of the programs and f32 in the
@@ -146,14 +127,13 @@ class LinearOp:
 
 
 def _quantized_operand(
-    ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str | None
+    ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str
 ) -> tuple[Any, Any]:
     """Quantizes a global array to FP8; returns it, sharded, and its partition specs.
 
-    `role` says whether it is, for example, an activation or a kernel. With a role of
-    None, the array is returned as it is.
+    A gradient is returned as it is.
     """
-    if role is None:
+    if role == OUTPUT_GRAD:
         return x, spec
     q = jax.jit(functools.partial(ub.quantize, recipe=recipe, role=role))(x)
     entries = (*spec, *[None] * (q.ndim - len(spec)))
@@ -170,10 +150,9 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
     FP8 operands are quantized before the timed call. The pair of layers is also timed
     with `fp8=recipe`, which quantizes operands and gradients in the call.
     """
-    found = [_case(op, setup, column, quantizes=False)]
-    if setup.recipe is not None and op is PAIR:
-        found.append(_case(op, setup, column, quantizes=True))
-    return found
+    has_recipe = op is PAIR and setup.dtype in cases.FP8_RECIPES
+    choices = (False, True) if has_recipe else (False,)
+    return [_case(op, setup, column, quantizes=each) for each in choices]
 
 
 def small(setup: Setup, shape: Shape) -> list[Case]:
@@ -193,15 +172,17 @@ def _case(op, setup, column, *, quantizes):
 
     FP8 operands are quantized within the timed call if `quantizes`, else before it.
     """
-    ranks, recipe = setup.ranks, setup.recipe
-    shape = column.row if op.is_row else column
+    ranks, recipe = setup.ranks, cases.FP8_RECIPES.get(setup.dtype)
+    is_pair, is_row = op is PAIR, op in (_ROW, _REDUCED)
+    is_job = jax.process_count() > 1
+    shape = column.row if is_row else column
     wide = cases.wide_dtype(setup.dtype)
     given = None if quantizes else recipe
-    options = {"fp8": recipe} if quantizes else {}
-    if given is not None and op.is_pair:
+    options: dict[str, Any] = {"fp8": recipe} if quantizes else {}
+    if given is not None and is_pair:
         layers = Collectives({}, wide, wide, recipe=recipe)
         options["hidden"] = functools.partial(layers.quantized, role=INPUT)
-    local = Shape(column.M, column.K, column.N // setup.num_ranks)
+    local = Shape(column.M, column.K, column.N // setup.ranks.num_ranks)
     dots = {
         name: peers.fastest_dot(
             *(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks, setup.find)
@@ -210,81 +191,83 @@ def _case(op, setup, column, *, quantizes):
     }
     programs = op.on(ranks, wide, column, given)
     own = programs(cases.OWN, op.own(**options))
-    written = _written(op, setup, dots, quantizes)
+    written = _written(op, setup.dtype, dots, quantizes)
     timed = [programs.fastest(name, written[name], setup.find) for name in written]
     alone = op.on(Ranks(1), wide, column, given)
-    candidates: list[Any] = [
-        own,
-        *timed,
-        alone(cases.PLAIN, op.own(method="direct", **options)),
-    ]
+    plain = alone(cases.PLAIN, op.own(method="direct", **options))
+    candidates: list[Any] = [own, *timed, plain]
     if recipe is not None:
         candidates.append(op.on(ranks, wide, column)(cases.BF16, op.own()))
-    if setup.is_job:
-        in_process = op.on(Ranks(setup.num_ranks), wide, column)
+    if is_job:
+        in_process = op.on(Ranks(setup.ranks.num_ranks), wide, column)
         candidates.append(in_process(cases.IN_PROCESS, op.own()))
-    else:
-        copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
-        candidates.append(cases.copy_limit((4 if op.is_pair else 1) * copied))
+    copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
+    candidates.append(cases.copy_limit((4 if is_pair else 1) * copied))
     if op.name == "all_gather_matmul" and recipe is None and ranks.platform != "cpu":
         kernel = fastest_pallas(programs, shape, wide)
-        text = f"{PALLAS}: {op.name} {shape} {wide} P={setup.num_ranks}: {kernel}"
+        text = f"{PALLAS}: {op.name} {shape} {wide} P={setup.ranks.num_ranks}: {kernel}"
         candidates.append(text if isinstance(kernel, str) else kernel[0])
-    has_memory = not (op.is_pair or setup.is_job)
+    memory = None
+    if not (is_pair or is_job):
+        # The gathered x of AG+GEMM, or each rank's partial sums.
+        dtype = jnp.dtype(wide) if is_row else own.operands[0].dtype
+        avoided_bytes = column.M * column.K * dtype.itemsize
+        memory = _memory(setup, own, timed[-1], avoided_bytes)
     # With `quantizes`, gradients are also quantized, as e5m2.
     rounded = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
-    quantizes_in_call = recipe is not None and op.is_pair
+    quantizes_in_call = recipe is not None and is_pair
     return setup.case(
         op.name,
         shape,
         candidates,
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
-        memory=_memory(op, shape, own, timed[-1], setup) if has_memory else None,
+        memory=memory,
         fp8_rounding=float(jnp.finfo(rounded).eps) if quantizes_in_call else 0.0,
     )
 
 
-def _written(op, setup, dots, quantizes):
+def _written(op, dtype, dots, quantizes):
     """Returns {column: {variant: XLA program}}; the best programs are the last.
 
     `dots` has XLA's fastest dots by GEMM. `quantizes` is whether the programs also
     quantize gradients.
     """
-    if setup.recipe is None:
-        best = {**op.in_xla(dots, setup.dtype), "naive": op.naive}
-        ring = functools.partial(Rings, dots, setup.dtype, setup.dtype)
+    recipe, wide = cases.FP8_RECIPES.get(dtype), cases.wide_dtype(dtype)
+    in_xla = functools.partial(op.in_xla, dots, wide)
+    if recipe is None:
         return {
-            cases.RING: {"": op.on_layers(ring)},
+            cases.RING: {"": op.on_layers(functools.partial(Rings, dots, wide, wide))},
             cases.NAIVE: {"": op.naive},
-            cases.BEST: best,
+            cases.BEST: {**in_xla(), "naive": op.naive},
         }
     fp8 = {
-        "recipe": setup.recipe,
+        "recipe": recipe,
         # XLA's FP8 dot cannot multiply by scales that change along K, so gradients are
         # quantized only by recipes with one scale per tensor.
-        "quantizes_gradients": quantizes and has_one_scale(setup.recipe),
+        "quantizes_gradients": quantizes and has_one_scale(recipe),
     }
-    found = {cases.XLA_QDQ: op.in_xla(dots, cases.WIDE, dequantizes=True, **fp8)}
-    if setup.dtype == "mxfp8":  # XLA has no dot of FP8 values with a scale per block
+    found = {cases.XLA_QDQ: in_xla(dequantizes=True, **fp8)}
+    if dtype == "mxfp8":  # XLA has no dot of FP8 values with a scale per block
         return found
-    return {cases.XLA_F8: op.in_xla(dots, cases.WIDE, **fp8), **found}
+    return {cases.XLA_F8: in_xla(**fp8), **found}
 
 
-def _memory(op, shape, own, best, setup):
-    dims, dtype = "MK", own.operands[0].dtype
-    if op.is_row:
-        dims, dtype = "MN", jnp.dtype(cases.wide_dtype(setup.dtype))
+def _memory(setup, own, best, avoided_bytes):
     # Frees jax_ub's communication buffers first, because they keep the largest size of
     # all earlier cases.
     communicators.release_slots()
     own()
+    residuals = jax.eval_shape(
+        lambda *operands: jax.vjp(own.program, *operands)[1], *own.operands
+    )
+    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
     return Memory(
         own_bytes=cases.temp_bytes(own),
         peer_bytes=cases.temp_bytes(best),
-        avoided_bytes=math.prod(shape.sizes(dims)) * dtype.itemsize,
+        avoided_bytes=avoided_bytes,
         workspace_bytes=memory_report().held_bytes,
-        residual_bytes=cases.residual_bytes(own, setup.num_ranks),
+        residual_bytes=sum(sizes) // setup.ranks.num_ranks,
     )
 
 
@@ -310,7 +293,7 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
 
     The size is fixed, so `shape` is ignored. With one rank, the list is empty.
     """
-    if setup.num_ranks == 1:
+    if setup.ranks.num_ranks == 1:
         return []
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
@@ -361,7 +344,6 @@ def _chain(op, call, num_calls, x, w):
 def _pair(layers, x, w1, w2, dy):
     hidden = layers.quantized(layers.all_gather_matmul(x, w1), INPUT)
     y = layers.matmul_reduce_scatter(hidden, w2)
-    dy = layers.quantized(dy, OUTPUT_GRAD)
     d_hidden = layers.all_gather_matmul(dy, w2, "row_nt")
     dw2 = layers.dots["row_tn"](hidden, layers.gather(dy), layers.dtype)
     d_hidden = layers.quantized(d_hidden, OUTPUT_GRAD)
@@ -397,7 +379,7 @@ def _forward_op(name: str, gemm: str, reductions: tuple[str, ...]) -> LinearOp:
         operands=_GEMMS[gemm][:2],
         # The result of GEMM+AR is replicated: each rank has all rows. It is declared as
         # sharded by rows, because shard_map would otherwise check the replication.
-        results=_GEMMS[gemm][2:],
+        results=_GEMMS[gemm][2],
         gemms=(gemm,),
         reductions=reductions,
         run=run,
@@ -421,5 +403,6 @@ PAIR = LinearOp(
     run=_pair,
     own=_own_pair,
     naive=_with_gradients(_COLUMN.naive, _ROW.naive),
+    roles=(INPUT, KERNEL, KERNEL, OUTPUT_GRAD),
 )
 LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR}

@@ -1,9 +1,9 @@
 """Measures the cases of a benchmark, in this process or in several (`--processes`).
 
 With several processes, each has one rank, and XLA uses gloo. In the same rounds,
-process 0 also runs the op on as many of its own devices, the plain GEMM and the peak,
-using all cores while the other processes wait. The overhead of several processes is
-therefore a ratio of times measured shortly after each other.
+process 0 also runs the op on as many of its own devices, and the limits, using all
+cores while the other processes wait. The overhead of several processes is therefore a
+ratio of times measured shortly after each other.
 """
 
 import functools
@@ -42,7 +42,7 @@ _TRIALS = 8
 
 
 class Barriers(Candidate):
-    """Barriers between all processes of the job; its time is that of one of them."""
+    """Barriers between all processes of a job, which measure the time of one."""
 
     def seconds(self) -> float:
         return self()
@@ -126,13 +126,13 @@ def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
 class Job:
     """Times programs in all processes of a job, one rank in each.
 
-    `interleave` and `find` are `timing.interleave` and `timing.fastest`. The time of a
-    call is that of the slowest process, so all processes get the same times.
+    `interleave` and `find` are `timing.interleave` and `timing.fastest`. The slowest
+    process determines the time of a call, so all processes get the same times.
     """
 
     def __init__(self) -> None:
         self.is_first = jax.process_index() == 0
-        ranks = ProcessRanks(jax.process_count())
+        self.ranks = ranks = ProcessRanks(jax.process_count())
         self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
         self._ones = ranks.place(np.ones(ranks.num_ranks, np.float32), ROWS)
         self.synchronize()
@@ -181,12 +181,13 @@ def run_jobs(options: Options) -> Iterator[Result]:
     this process.
     """
     for num_processes in command_line.progress("bench", options.devices):
-        values = vars(options) | {"devices": (), "processes": (num_processes,)}
+        values = vars(options) | {"devices": (), "processes": num_processes}
+        lists = {n: v if isinstance(v, tuple) else (v,) for n, v in values.items() if v}
         # Each process has as many devices as there are ranks, because process 0 also
         # runs every op on its own devices alone.
         with parts.parts_of(
             "bench",
-            [_argument(name, value) for name, value in values.items() if value != ()],
+            [f"--{name}={','.join(map(str, lists[name]))}" for name in lists],
             num_processes=num_processes,
             devices_per_process=num_processes,
             stdout=command_line.progress_file(),
@@ -195,11 +196,6 @@ def run_jobs(options: Options) -> Iterator[Result]:
         for fallback in fallbacks:
             lowering_log.record_fallback(fallback.label, fallback.reason)
         yield from results
-
-
-def _argument(name, value):
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"--{name}={text}"
 
 
 def run_part(path: pathlib.Path, options: Options) -> None:
@@ -211,8 +207,7 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         job, num = Job(), jax.process_count()
         tokens = max(shape.M for shape in options.shapes)
         features = max(max(shape.K, shape.N) for shape in options.shapes)
-        mesh = ProcessRanks(num).mesh
-        ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
+        ub.initialize_ub((tokens, features), num, mesh=job.ranks.mesh, axis_name=AXIS)
         results = []
         for result in measure(options, ProcessRanks, job.find, job.interleave):
             results.append(result)

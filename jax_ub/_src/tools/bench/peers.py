@@ -34,8 +34,8 @@ class DotVariant:
     """One of several ways to write a GEMM as `lax.dot_general`, which differ in speed.
 
     `sums_in_f32` requests an f32 result from the dot. `upcasts` converts the operands
-    to f32 first. `transposes` names the operand, "left" or "right", that is transposed
-    in memory first.
+    to f32 first. `transposes` transposes the right operand in memory first, or the left
+    one of a wgrad.
 
     The product of two `ScaledArray`s is the dot of their FP8 values, times both scales,
     which must be constant along the contracted dimension, as in a forward pass. If only
@@ -45,7 +45,7 @@ class DotVariant:
     layout: str
     sums_in_f32: bool = False
     upcasts: bool = False
-    transposes: str = ""
+    transposes: bool = False
 
     def __call__(self, a: Any, b: Any, out_dtype: Any) -> jax.Array:
         if is_scaled(a) and is_scaled(b):
@@ -53,16 +53,16 @@ class DotVariant:
             y = of_values(a.values, b.values, jnp.float32) * a.scales * b.scales
             return y.astype(out_dtype)
         a, b = dequantized(a), dequantized(b)
-        contracted = list(_CONTRACTED[self.layout])
+        left, right = _CONTRACTED[self.layout]
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         # Without the barrier, XLA would fold the transposition into the dot again.
-        if "left" in self.transposes:
-            a, contracted[0] = lax.optimization_barrier(a.T), 1 - contracted[0]
-        if "right" in self.transposes:
-            b, contracted[1] = lax.optimization_barrier(b.T), 1 - contracted[1]
+        if self.transposes and self.layout == "tn":
+            a, left = lax.optimization_barrier(a.T), 1 - left
+        elif self.transposes:
+            b, right = lax.optimization_barrier(b.T), 1 - right
         wide = jnp.float32 if self.sums_in_f32 else a.dtype
-        dims = (((contracted[0],), (contracted[1],)), ((), ()))
+        dims = (((left,), (right,)), ((), ()))
         y = lax.dot_general(a, b, dims, preferred_element_type=wide)
         return y.astype(out_dtype)
 
@@ -74,11 +74,11 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
     accepts every layout, and upcast operands would bypass the tensor cores.
     """
     on_cpu = platform == "cpu"
-    sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
     casts = [(False, False), (True, False), (True, True)][: 3 if on_cpu else 2]
     if jnp.dtype(dtype) == jnp.float32:
         casts = casts[:1]
-    return [DotVariant(layout, *cast, side) for side in sides for cast in casts]
+    transposes = (False, True) if on_cpu else (False,)
+    return [DotVariant(layout, *cast, each) for each in transposes for cast in casts]
 
 
 @functools.cache
@@ -116,10 +116,10 @@ def fastest_dot(
 class Collectives:
     """Tensor-parallel linear layers in XLA: a collective and a dot in sequence.
 
-    `dots` has the GEMMs by name, `dtype` is the dtype of results. Partial sums are
-    reduced in the dtype `moved`, those of GEMM+AR by the collective `reduction`: "psum"
-    or "psum_scatter" with an all-gather. An array is gathered only once, so a new
-    object is needed for each trace.
+    `dots` has the GEMMs by name, and results have the dtype `dtype`. Partial sums are
+    reduced in the dtype `moved`. GEMM+AR reduces them by the collective `reduction`,
+    "psum" or "psum_scatter", which an all-gather follows. An array is gathered only
+    once, so a new object is needed for each trace.
 
     With a recipe, operands are quantized to FP8, and all-gathers send FP8 values and
     scales. If `dequantizes`, the operands are dequantized to `dtype` again before the
@@ -135,20 +135,17 @@ class Collectives:
     quantizes_gradients: bool = False
     _gathered: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def quantized(self, x: Any, role: str | None) -> Any:
+    def quantized(self, x: Any, role: str) -> Any:
         """Returns x quantized for its role: an activation, a kernel or a gradient.
 
-        An x without a role is returned as it is, and every x without a recipe. An x
-        that is FP8 keeps its values.
+        Without a recipe, x is returned as it is. An x that is FP8 keeps its values.
         """
-        if self.recipe is None or role is None:
+        is_kept = role == OUTPUT_GRAD and not self.quantizes_gradients
+        if self.recipe is None or is_kept:
             return x
-        if role == OUTPUT_GRAD and not self.quantizes_gradients:
-            return x
-        q = x
         if not is_scaled(x):
-            q = ub.quantize(x, self.recipe, role=role, axis_name=AXIS)
-        return q.dequantize() if self.dequantizes else q
+            x = ub.quantize(x, self.recipe, role=role, axis_name=AXIS)
+        return x.dequantize() if self.dequantizes else x
 
     def gather(self, x: Any) -> Any:
         if is_scaled(x):
@@ -182,7 +179,7 @@ class Rings(Collectives):
         return self._gathered_map(x, lambda shard: self.dots[gemm](shard, w, x.dtype))
 
     def _gathered_map(self, x, function):
-        """Applies a function to each rank's x while the next one is sent; concatenates.
+        """Concatenates a function of the x of each rank, while the next x is sent.
 
         Shards move to the lower rank. In step s, rank r has shard (r + s) mod P.
         """

@@ -176,9 +176,7 @@ def environment() -> dict[str, Any]:
         "machine": {
             "processor": _processor(),
             "cores": len(psutil.Process().cpu_affinity()),
-            "memory_bytes": psutil.virtual_memory().total,
             "load_average": psutil.getloadavg()[0],
-            "system": platform.platform(),
             "devices": len(jax.devices()),
             "device_kind": jax.devices()[0].device_kind,
         },
@@ -198,16 +196,13 @@ def _commit():
 
 
 def _processor():
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
+    text = pathlib.Path("/proc/cpuinfo").read_text()
     found = dict(re.findall(r"^([^\t\n]+)\s*: (.*)$", text, re.MULTILINE))
     labels = {"model name": "", "cpu family": "cpu family ", "model": "model "}
     return ", ".join(labels[name] + found[name] for name in labels if name in found)
 
 
-def describe(environment: dict[str, Any], rounds: str) -> str:
+def describe(environment: dict[str, Any], rounds: int) -> str:
     """Returns a title with the machine, versions, method and rounds of a benchmark."""
     machine, versions = environment["machine"], environment["versions"]
     engine, kind = environment["engine"], machine["device_kind"]
@@ -217,5 +212,5 @@ def describe(environment: dict[str, Any], rounds: str) -> str:
         f"jax {versions['jax']}, Python {versions['python']}\n"
         f"{gpus}{machine['processor']}, {machine['cores']} cores, load "
         f"{machine['load_average']:.1f}; engine {engine['isa']}, {engine['threads']} "
-        f'threads; method "{environment["method"]}", {rounds}'
+        f'threads; method "{environment["method"]}", {rounds} rounds'
     )
