@@ -140,7 +140,7 @@ def test_commands_that_need_an_engine_say_so(no_engine, capsys):
 
 def test_launch_needs_linux(monkeypatch, capsys):
     monkeypatch.setattr("sys.platform", "darwin")
-    assert main(["launch", "-n", "2", "train.py"]) == 2
+    assert main(["launch", "-n", "2", __file__]) == 2
     assert "launch: it needs Linux, and this is darwin" in capsys.readouterr().err
 
 
