@@ -143,12 +143,10 @@ class Pair(nnx.Module):
         return self.down(self.up(x))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    ("num_shards", "dtype"), [(2, "float32"), (4, "float32"), (4, "bfloat16")]
-)
-def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, num_shards, dtype):
+@covering(recipe=RECIPES, layout=[(2, "float32"), (4, "float32"), (4, "bfloat16")])
+def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
     """With four shards, a shard has half a block of MXFP8 along K."""
+    num_shards, dtype = layout
     with jax.set_mesh(dp_tp_mesh(num_shards, 2)):
         x = normal(0, (4, 32, 64), dtype)
         options = {"fp8": RECIPES[recipe], "dtype": dtype}
