@@ -7,6 +7,8 @@ work=$(mktemp -d)
 plain=$work/py3.11/build/cpp-plain
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PIP_QUIET=2
+# With it, every process of the tests compiles the Python files of $work.
+unset PYTHONDONTWRITEBYTECODE
 report=()
 failed=0
 

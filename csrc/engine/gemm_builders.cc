@@ -49,8 +49,8 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
 }
 
 // Returns operand `index` of all ranks, a bias vector, as an addend of a GEMM. Returns
-// `num_parts` segments per rank in the order of AddendOf, so that both fit the same
-// result. All are the same vector, which row stride 0 adds to every row.
+// one segment per part and rank, in the same order as AddendOf. Each segment is the
+// rank's vector, with row stride 0, so that it is added to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {

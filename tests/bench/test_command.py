@@ -60,7 +60,14 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
         assert any(values), name
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", *nightly("rowwise")])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("fp8", marks=pytest.mark.slow),
+        "mxfp8",
+        *nightly("rowwise"),
+    ],
+)
 def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
     asked = ["--dtypes", dtype, "--shapes", "64x128x256", "--devices", "2"]
     ops = command.FP8_OPS if dtype == "fp8" else ["linear_pair"]

@@ -1,6 +1,6 @@
 import jax
 import jax.numpy as jnp
-import pytest
+from covering import covering
 from flax import nnx
 from flax_models import assert_trees_close, loss, mesh_of
 from jax.sharding import PartitionSpec as P
@@ -45,9 +45,9 @@ def value_and_gradient(model, x):
     return nnx.jit(function)(model, x)
 
 
-@pytest.mark.parametrize("replace", [doubled, Wrapped])
-@pytest.mark.parametrize(
-    "names", [("query", "out"), ("key", "fc1"), ("gate", "fc2", "value")]
+@covering(
+    names=[("query", "out"), ("key", "fc1"), ("gate", "fc2", "value")],
+    replace=[doubled, Wrapped],
 )
 def test_a_transformer_layer_calls_the_layers_that_replace_its_own(names, replace):
     with jax.set_mesh(mesh_of(2, 2)):

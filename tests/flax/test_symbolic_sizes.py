@@ -65,7 +65,7 @@ def test_kernels_that_share_an_fp8_state_are_exported():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *nightly("current")])
-@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("main_grad", [True, *nightly(False)])
 def test_gradients_and_states_of_kernels_that_share_a_scale_are_exported(
     recipe, main_grad
 ):

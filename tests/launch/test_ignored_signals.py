@@ -10,6 +10,7 @@ import pytest
 
 import jax_ub
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 # Waits until the file of its argument exists. The ranks of a job have no common stdin
 # to wait for, so the script looks for the file.

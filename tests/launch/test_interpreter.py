@@ -10,6 +10,8 @@ import pytest
 import jax_ub
 from jax_ub._src.tools.launch import job, parts
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 
 

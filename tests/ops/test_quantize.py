@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
@@ -58,8 +59,7 @@ def num_casts(step, *operands):
     )
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(recipe=RECIPES, fused=[True, False])
 def test_linears_use_quantized_tensors_without_a_second_cast(recipe, fused):
     """Results, gradients and states are those of the linears alone."""
     names = ("fc1", "fc2") if fused else (None, None)

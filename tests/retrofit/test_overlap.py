@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import nightly
+from covering import covering, nightly
 from flax import linen, nnx
 from flax_models import (
     Block,
@@ -118,8 +118,7 @@ def test_rules_select_by_path_and_the_first_match_counts():
     assert_trees_close(y, plain_model()(x))
 
 
-@pytest.mark.parametrize("has_metadata", [False, True])
-@pytest.mark.parametrize("dim", [0, 1])
+@covering(dim=[0, 1], has_metadata=[False, True])
 def test_stacked_layers_are_found_and_scanned(dim, has_metadata):
     name = {"transform_metadata": {nnx.PARTITION_NAME: None}} if has_metadata else {}
     axes = nnx.StateAxes({nnx.Param: dim})
@@ -350,17 +349,15 @@ def test_attention_decodes_one_token_at_a_time():
             assert_trees_close(step(ours, token), step(flax, token))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "rules"),
-    [
+@covering(
+    types=["auto", "explicit"],
+    layout=[
         (6, 6, {"query|key|value": "column", "out": "row"}),
         (8, 2, {"query": None, "key|value": "column", "out": "row"}),
     ],
 )
-def test_attention_whose_heads_do_not_divide_falls_back_to_jax(
-    heads, kv_heads, rules, types
-):
+def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types, layout):
+    heads, kv_heads, rules = layout
     x = normal(0, (2, 8, 24))
     flax, ours = (
         nnx.MultiHeadAttention(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import nightly
 from flax import nnx
 from flax_models import assert_trees_close, loss, mesh_of
 from jax.sharding import AxisType, Mesh
@@ -344,7 +345,7 @@ def test_a_path_that_equals_a_configured_name_is_only_a_label():
     assert found == dict.fromkeys(rules, "direct")
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_several_axes_are_taken_as_one(types):
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[types]
     devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)

@@ -280,9 +280,9 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # A tuned file may choose JAX's Pallas kernel, with "xla" as the method if the
-        # kernel cannot run. Only the lowering rule can check that, so the primitive is
-        # bound in this case, too.
+        # The method "xla" needs no primitive, unless a tuned file chooses JAX's Pallas
+        # kernel. Then "xla" runs only if the kernel cannot, which the lowering rule of
+        # the primitive finds out.
         if call.method is Method.XLA and call.choice.pallas is None:
             if self.axis_name and not self.execution.is_mapped:
                 operands = tuple(
