@@ -19,10 +19,17 @@ _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # The letters of Python's options, by the field of `sys.flags` with their number. The
 # options that make Python interactive are left out.
 _OPTIONS = {
-    **{"isolated": "I", "ignore_environment": "E", "no_user_site": "s"},
-    **{"safe_path": "P", "no_site": "S", "dont_write_bytecode": "B"},
-    **{"optimize": "O", "bytes_warning": "b", "debug": "d"},
-    **{"verbose": "v", "quiet": "q"},
+    "isolated": "I",
+    "ignore_environment": "E",
+    "no_user_site": "s",
+    "safe_path": "P",
+    "no_site": "S",
+    "dont_write_bytecode": "B",
+    "optimize": "O",
+    "bytes_warning": "b",
+    "debug": "d",
+    "verbose": "v",
+    "quiet": "q",
 }
 
 
