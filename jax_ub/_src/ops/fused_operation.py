@@ -187,15 +187,20 @@ def fuse_windows(
         FusionError: if `match` returns neither a fused operation nor None.
     """
     arguments.check_function("fuse_windows", "match", match)
-    entries: list[Any] = list(read_operations("fuse_windows", ops))
+    return _fused("fuse_windows", ops, match)
+
+
+def _fused(op, ops, match) -> list[Op]:
+    """Replaces the windows of `ops` for which `match` returns a fused operation."""
+    entries: list[Any] = list(read_operations(op, ops))
     fused: list[Op] = []
     start = 0
     while start < len(entries):
         found = match(entries[start:])
         if not isinstance(found, Op | None):
             raise FusionError(
-                f"fuse_windows: match returned {shown(found)}. Return a fused "
-                "operation, or None to keep the first operation."
+                f"{op}: match returned {shown(found)}. Return a fused operation, or "
+                "None to keep the first operation."
             )
         fused.append(entries[start] if found is None else found)
         num_basic_ops = 0 if found is None else len(found.basic_ops)
@@ -295,8 +300,7 @@ class FusedPattern(FusedOperation):
         Raises:
             ShapeContractError: if `ops` is not a list of operations.
         """
-        entries: Any = read_operations(cls.__name__, ops)
-        return fuse_windows(entries, cls.replacement)
+        return _fused(cls.__name__, ops, cls.replacement)
 
     @classmethod
     def replacement(cls, ops: Sequence[Op]) -> "FusedPattern | None":

@@ -160,8 +160,9 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
 
     def collective_s(num_bytes):
-        sent_s = num_bytes / part.wire_bytes_per_s / part.collective_share
-        return sent_s + part.collective_s if work.num_ranks > 1 else 0.0
+        if work.num_ranks == 1:
+            return 0.0
+        return part.vendor_collective_s(num_bytes / part.wire_bytes_per_s)
 
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
     sent_itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize

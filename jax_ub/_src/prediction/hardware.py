@@ -66,6 +66,13 @@ class Hardware:
     def is_host(self) -> bool:
         return self.processors == 0
 
+    def vendor_collective_s(self, wire_s: float) -> float:
+        """Returns the seconds of a vendor's collective of the bytes of `wire_s`.
+
+        `wire_s` are the seconds in which they are sent at the full bandwidth.
+        """
+        return wire_s / self.collective_share + self.collective_s
+
     def flops_of(self, itemsize: int) -> float:
         """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
         if itemsize == 1 and (self.is_host or not self.has_fp8):

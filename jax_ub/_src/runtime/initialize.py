@@ -249,7 +249,7 @@ class _Attempt:
         except Exception as error:  # any error must be sent to the other processes
             self._error = error
         if self._groups is None:
-            self._groups = _unknown_groups(axes, self._mesh)
+            self._groups = _group_of_all(axes, self._mesh)
         if self._groups.process not in self._groups.processes:
             raise ConfigurationError(
                 f"initialize_ub: the mesh has no device of this process, "
@@ -279,7 +279,7 @@ class _Attempt:
         """
         if self._all_gather is not None and self._all_gather.has_ended:
             return
-        groups = self._groups or _unknown_groups((), self._mesh)
+        groups = self._groups or _group_of_all((), self._mesh)
         if len(groups.processes) < 2 or groups.process not in groups.processes:
             return
         if self._all_gather is None:
@@ -302,12 +302,12 @@ def _keys_of(axes):
     return {key for axis in axes for key in axis.device_groups.keys}
 
 
-def _unknown_groups(axes, mesh):
-    """Returns the `DeviceGroups` if the arguments do not tell the ranks.
+def _group_of_all(axes, mesh):
+    """Returns one group of all devices, for arguments that may be invalid.
 
-    All processes of the mesh, or of the job if the mesh is not usable, then exchange
-    the error, and connect no group. The processes must be the same in all of them, even
-    if other arguments are invalid.
+    Its processes exchange the error, and connect nothing. They are the processes of the
+    mesh, or all processes of the job if the mesh is not usable. Every process must find
+    the same ones, even if only its own arguments are invalid.
     """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
     devices = list(mesh.devices.flat) if is_known else jax.devices()

@@ -130,8 +130,7 @@ def predict_fp8(
     else:
         # The GEMM and the collective run one after the other. The collective sends half
         # the bytes.
-        sent_s = bf16.wire_s / 2 / machine.collective_share + machine.collective_s
-        wire_s = bf16.library_gemm_s + sent_s
+        wire_s = bf16.library_gemm_s + machine.vendor_collective_s(bf16.wire_s / 2)
         if gathers:  # the rows are converted to bf16, half as long as a cast
             wire_s += x_cast_s + cast_s(M * layer.K) / 2
         else:

@@ -116,13 +116,13 @@ def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
     """
     in_job, on_gpus = given.processes is not None, given.platform == "cuda"
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    apart = "has no effect with {}. Leave one of them out.".format
+    no_effect_with = "has no effect with {}. Leave one of them out.".format
     conflicts = {
-        f"--devices {apart('--processes')}": in_job and given.devices,
-        f"--platform cuda {apart('--processes')}": in_job and on_gpus,
-        f"--threads {apart('--processes')}": in_job and given.threads,
-        f"--dtypes {fp8} {apart('--processes')}": in_job and fp8,
-        f"--platform cuda {apart('--threads')}": on_gpus and given.threads,
+        f"--devices {no_effect_with('--processes')}": in_job and given.devices,
+        f"--platform cuda {no_effect_with('--processes')}": in_job and on_gpus,
+        f"--threads {no_effect_with('--processes')}": in_job and given.threads,
+        f"--dtypes {fp8} {no_effect_with('--processes')}": in_job and fp8,
+        f"--platform cuda {no_effect_with('--threads')}": on_gpus and given.threads,
         "--processes 1 compares no processes. Give 2 or more.": (
             in_job and 1 in given.processes
         ),
