@@ -49,7 +49,7 @@ def register_targets() -> None:
 
 def request_cpu_devices(count: int) -> None:
     """Requests at least `count` CPU devices. Has no effect after JAX has started."""
-    if jax.config.jax_num_cpu_devices < count:
+    if jax.config.values["jax_num_cpu_devices"] < count:
         # After JAX has started, the number of its devices cannot change: the update
         # raises RuntimeError.
         with contextlib.suppress(RuntimeError):
@@ -66,7 +66,7 @@ def start() -> list[jax.Device]:
         return jax.devices()
     # JAX raises AssertionError for a known platform whose plugin is not installed.
     except (RuntimeError, AssertionError) as error:
-        platforms = jax.config.jax_platforms
+        platforms = jax.config.values["jax_platforms"]
         asked = "" if platforms is None else f" on {shown(platforms)}"
         reason = str(error) or "nothing is installed for it"
         raise UnsupportedOverlapError(
