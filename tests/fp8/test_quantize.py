@@ -126,6 +126,30 @@ def test_an_amax_that_is_no_number_gives_scale_1(amax):
     assert zeros.scales == 1.0
 
 
+# XLA:CPU drops NaNs from maxima of floating-point numbers in arrays of such sizes.
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+@pytest.mark.parametrize(
+    "dtype, shape",
+    [
+        (jnp.float32, (64, 64)),
+        (jnp.float32, (33, 4097)),
+        (jnp.bfloat16, (4096, 1024)),
+        (jnp.float16, (64, 64)),
+    ],
+)
+def test_a_nan_in_a_large_array_is_found(dtype, shape, nan):
+    x = jnp.ones(shape, dtype).at[3, 5].set(nan)
+    assert ub.quantize(x, FP8.Float8CurrentScaling()).scales == 1.0
+    rows = ub.quantize(2 * x, FP8.RowwiseScaling()).scales
+    assert rows[3, 0] == 1.0
+    assert jnp.all(rows[4:] == 2.0**-7)
+    if shape[1] % 32 == 0:
+        blocks = ub.quantize(x, FP8.MXFP8BlockScaling()).scales
+        bits = np.asarray(blocks).view(np.uint8)
+        assert bits[3, 0] == 0xFF
+        assert np.count_nonzero(bits == 0xFF) == 1
+
+
 def test_tiny_tensors_have_a_scale_with_a_normal_inverse():
     x = jnp.full((2, 4), 2.0**-125, jnp.float32)
     found = ub.quantize(x, FP8.Float8CurrentScaling())
