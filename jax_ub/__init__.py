@@ -13,8 +13,8 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-# `jax.extend` adds a config option to JAX when it is imported, and JAX then traces all
-# programs again. So it is imported here, and not at the first call.
+# Importing `jax.extend` adds a config option to JAX, after which JAX traces all
+# programs again. The import here, before any program is traced, avoids that.
 import jax.extend  # noqa: F401
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ _DEFINED_IN = {
     for name in names
 }
 _MODULES = ("errors", "flax", "fp8", "ops", "overlap_config")
-# Public modules of release 0.1 that are private now. Their use gives a warning.
+# Private modules that were public in release 0.1. Using one issues a warning.
 _DEPRECATED_MODULES = ("methods", "reference", "retrofit", "rules")
 
 

@@ -14,8 +14,8 @@ from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.runtime.tuned_file import version_of
 
 _NAME = "python -m jax_ub"
-# The commands, with the summaries that --help shows. The options of a command are
-# defined in its module, which is imported only if this command runs.
+# Maps each command to the summary that --help shows. The module of a command defines
+# its options, and is imported only if the command runs.
 _COMMANDS = {
     "doctor": "checks the installation, the devices and every method",
     "bench": "compares the speed of every op with XLA",
@@ -25,9 +25,9 @@ _COMMANDS = {
     "explain": "lists which communication of a program overlaps, and why not",
     "simulate": "predicts the gain of a model on GPUs",
 }
-# The `errno` values of a disk that is full or cannot be written. Only commands that run
-# no user program report such errors in one line, because in other commands they may
-# come from the user's code.
+# The `errno` values of a failed write, for example to a full disk. The commands in
+# `_WITHOUT_PROGRAM` report such an error in one line. The other commands run a user's
+# program, which may have raised the error, so they show a traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 _EPILOG = """\
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UbError as error:
         if _is_from_program(error):  # a traceback shows the line of the program
             raise
-        # JAX's note says which frames of the traceback are hidden. None is shown here.
+        # Omits the note that JAX adds about hidden frames of the traceback, because the
+        # traceback is not printed.
         given_notes = getattr(error, "__notes__", ())
         notes = [note for note in given_notes if not note.startswith("-----")]
         print(f"{_NAME}: error: {error}", *notes, sep="\n", file=sys.stderr)
@@ -104,15 +105,15 @@ def _parse(arguments):
         end.code = _flush(end.code)
         raise
     if unknown:
-        # The command's parser reports the error, to show the usage of the command.
-        # argparse would show the usage of the main parser.
+        # The error is reported by the command's parser, which prints the usage of the
+        # command. The main parser would print the usage of `python -m jax_ub`.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     return given
 
 
 def _module_of(name):
-    """Imports a command: tools/NAME.py, or tools/NAME/command.py if it is a folder."""
+    """Imports the module of a command: tools/NAME.py or tools/NAME/command.py."""
     module = importlib.import_module(f"jax_ub._src.tools.{name}")
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{module.__name__}.command")
@@ -120,7 +121,7 @@ def _module_of(name):
 
 
 def _flush(status):
-    """Flushes stdout; returns `status`, or 1 if it was 0 and stdout is unwritable."""
+    """Flushes stdout; returns `status`, or 1 if only writing to stdout has failed."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:
@@ -139,7 +140,7 @@ def _report_unwritable(error):
 
 
 def _is_from_program(error):
-    """Returns whether the program that explain or trace runs has raised an error."""
+    """Returns whether an error comes from the script that explain or trace runs."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == "runpy" for frame, _ in frames)
 
@@ -151,7 +152,7 @@ def _has_reader(output):
 
 
 def _discard(output):
-    """Redirects an output to /dev/null, since Python would fail to flush it at exit."""
+    """Redirects an output to /dev/null, because a flush at exit would fail again."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), output.fileno())
 

@@ -26,7 +26,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _ConstructorSignature:
-    """Makes `inspect.signature` of a layer show `__init__`, not `__new__`."""
+    """Makes `inspect.signature` of a layer class show the arguments of `__init__`."""
 
     def __get__(self, instance, layer):
         if instance is not None:
@@ -47,8 +47,9 @@ class KeywordsChecked:
     __signature__ = _ConstructorSignature()
 
     def __new__(cls, *args: Any, **keywords: Any):
-        # Rejects unknown names before `__init__` does so without a hint. This is not a
-        # docstring, because Sphinx would print it on the page of every layer.
+        # Rejects unknown keyword arguments here, because the error that `__init__`
+        # raises has no hint. This comment is not a docstring, because Sphinx would
+        # print a docstring of `__new__` on the page of every layer.
         if keywords and not inspect.getfullargspec(cls.__init__).varkw:
             op = f"{cls._op_prefix}{cls.__name__}"
             check_names(op, keywords, named_parameters(cls))
@@ -56,19 +57,22 @@ class KeywordsChecked:
 
 
 class FixedArguments:
-    """Base class of objects with constructor arguments that cannot be set later.
+    """Base class of layers that reject assignments to their constructor arguments.
 
-    Setting one raises an error. Otherwise it would have no effect. A user's subclass
-    with its own constructor may use all names.
+    An assignment after the constructor raises an error, because it would have no
+    effect. A user's subclass with its own constructor may use all names.
     """
 
-    # The arguments that can be set, because calls read them; the flags whose attribute
-    # is the array that the flag adds, so that only a bool cannot be set; what else to
-    # set, for errors; and the names of the constructor's `**options`.
+    # The arguments that may be assigned later, because each call reads them.
     _settable: ClassVar[frozenset[str]]
+    # Boolean arguments whose attribute holds an array, such as "main_grad". Only the
+    # assignment of a bool is rejected.
     _flags: ClassVar[frozenset[str]] = frozenset()
+    # By name of an attribute: what the user should do instead, for the error.
     _set_elsewhere: ClassVar[dict[str, str]] = {}
+    # The names that `**options` of the constructor accepts.
     _unpacked: ClassVar[frozenset[str]] = frozenset()
+    # The names whose assignment is rejected.
     _fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **keywords: Any):
@@ -92,13 +96,13 @@ class FixedArguments:
         super().__setattr__(name, value)
 
     def _store(self, **arguments: Any) -> None:
-        """Sets attributes in the constructor that cannot be set later."""
+        """Sets attributes that `__setattr__` protects, for use in constructors."""
         for name, value in arguments.items():
             super().__setattr__(name, value)
 
 
 def keywords_checked(function: _Function) -> _Function:
-    """Decorates a function: errors about unknown keywords then suggest known ones."""
+    """Decorates a function so that errors about unknown keywords suggest known ones."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -171,7 +175,7 @@ def check(op: str, **options: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Casts arrays to one dtype by a layer's `promote_dtype`, and checks the result.
+    """Casts arrays to one dtype by a layer's `promote_dtype`, and checks the results.
 
     Args:
         op: the layer's name, for errors.

@@ -24,8 +24,8 @@ from jax_ub._src.errors import (
 )
 
 _F64 = np.dtype(np.float64)
-# The largest size that is accepted, far beyond any memory. With this limit, a size
-# times a few small factors fits into 64 bits.
+# The largest array dimension that is accepted, far more than any memory holds. A
+# product of this size and a few small factors still fits into 64 bits.
 _LARGEST_SIZE = 1 << 40
 
 
@@ -62,7 +62,7 @@ def is_number(value) -> bool:
 
 
 def is_array(value) -> bool:
-    """Returns whether JAX accepts a value as an array; false for Python numbers."""
+    """Returns whether JAX accepts a value as an array. False for Python numbers."""
     is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
@@ -73,7 +73,7 @@ def is_array(value) -> bool:
 
 
 def dtype_of(value) -> np.dtype | None:
-    """Converts a value to a NumPy dtype; None if it is not the dtype of a scalar."""
+    """Converts a value to a NumPy dtype. Returns None if it does not name a dtype."""
     if value is None or isinstance(value, tuple | list | dict):
         return None
     try:
@@ -102,7 +102,7 @@ def option_check(
     fix: str,
     error: type[UbError] = ShapeContractError,
 ) -> Callable[[str, str, Any], None]:
-    """Returns a function that raises `error` unless `is_valid(value)` is true.
+    """Returns a function that checks an option's value and raises `error` if invalid.
 
     Args:
         is_valid: returns whether a value is accepted.
@@ -164,7 +164,7 @@ def check_array(op: str, name: str, array) -> None:
 
 
 def is_f64(array) -> bool:
-    """Returns whether JAX keeps this array in f64 when it computes with it.
+    """Returns whether JAX computes with this array in f64, instead of casting to f32.
 
     Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
     """
@@ -183,7 +183,7 @@ def check_float(op: str, *, takes_f64: bool = False, **arrays) -> None:
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool) -> None:
     """Raises an error unless an array is f32, bf16 or f16 (or f64 if `takes_f64`)."""
     if array.dtype not in dtypes.OPERANDS and not (takes_f64 and is_f64(array)):
-        # JAX converts a NumPy f64 array to f32, the dtype of its own arrays.
+        # JAX converts a NumPy f64 array to f32, unless `jax_enable_x64` is set.
         is_converted = array.dtype == _F64 and not is_f64(array)
         call = (
             f"jnp.asarray({name})" if is_converted else f"{name}.astype(jnp.bfloat16)"
@@ -369,7 +369,7 @@ def check_main_grad(op: str, main_grad, w) -> None:
 def mapped_with(
     value: jax.Array, other: jax.Array, text: Callable[[int], str]
 ) -> jax.Array:
-    """Returns `value`; raises an error if `jax.vmap` maps `other` but not `value`.
+    """Returns `value`, or raises an error if `jax.vmap` maps `other` but not `value`.
 
     JAX drops the check if the result is not used. The check adds nothing to the
     compiled program.
@@ -383,7 +383,8 @@ def mapped_with(
     def same_of_mapped(axis_size, is_mapped, value, other):
         if is_mapped[1] and not is_mapped[0]:
             raise UnsupportedOverlapError(text(axis_size))
-        # Calls `same` again, so that each enclosing jax.vmap applies this rule, too.
+        # `same` is called again so that the batching rule also runs for each enclosing
+        # jax.vmap.
         return same(value, other), is_mapped[0]
 
     return same(value, other)
@@ -400,7 +401,7 @@ def round_up(number: int, divisor: int) -> int:
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns `axis_name` as a tuple of mesh axes, which is empty for None."""
+    """Converts `axis_name` to a tuple of mesh axis names. None gives an empty tuple."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)

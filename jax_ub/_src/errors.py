@@ -14,8 +14,8 @@ from typing import ClassVar
 import jax
 
 # Maps each documentation page to a pattern of error messages. `page_of` uses the first
-# pattern that matches. Pages of topics precede pages of ops, because the name of an op
-# begins every message of the op, whatever its topic.
+# pattern that matches. Every message begins with the name of an op, so the pages about
+# topics come before the pages about ops.
 _PAGES = {
     "docs/functions.md#environment-variables": r"^JAX_UB_",
     "docs/bench/README.md": r"^bench\b",
@@ -64,7 +64,7 @@ def page_of(message: str) -> str | None:
 
 
 def see(page: str) -> str:
-    """Returns a sentence that refers to a page, which an installed wheel lacks."""
+    """Returns a sentence that refers to a page of the documentation."""
     return f"See {page} in the repository of jax_ub"
 
 
@@ -74,8 +74,8 @@ class UbError(Exception):
     If a page of the documentation explains an error, it has a note with the page.
     """
 
-    # The documentation page of all errors of this class. If it is None, `page_of` finds
-    # the page of each error by its message.
+    # The documentation page about all errors of this class. If it is None, `page_of`
+    # finds a page by the error's message.
     page: ClassVar[str | None] = None
 
     def __init__(self, *arguments: object):
@@ -155,8 +155,8 @@ class OutputError(UbError, OSError):
     """Raised if a file cannot be written, for example because the disk is full."""
 
 
-# The exceptions appear as members of `jax_ub.errors`, the public module, in tracebacks
-# and pickles.
+# Makes tracebacks and pickles name the exceptions as members of the public module
+# `jax_ub.errors`.
 for _class in list(vars().values()):
     if isinstance(_class, type) and issubclass(_class, UbError):
         _class.__module__ = "jax_ub.errors"
@@ -187,8 +187,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"{meant}Known: {', '.join(map(repr, known)) or 'none'}."
 
 
-# Matches the engine's message of a wait that timed out. Does not match a later message
-# that quotes it.
+# Matches the engine's message about a wait that timed out. Does not match a later
+# message that only repeats this reason.
 _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 

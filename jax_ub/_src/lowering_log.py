@@ -21,7 +21,7 @@ from jax_ub._src.methods import Method, PallasTiles
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that does not overlap although it should, and the reason.
+    """A call that runs without overlap although it could overlap, and the reason.
 
     A call ran as plain `jax.lax`, the kernel that a tuned file chose could not run it,
     or several ranks repeat the work of a layer.
@@ -35,13 +35,13 @@ class Fallback:
     reason: str
 
 
-# The latest fallbacks. With the limit, a process that lowers programs for weeks does
-# not run out of memory.
+# The latest calls that run without overlap. The limit bounds the memory of processes
+# that lower programs for weeks.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Adds a call that does not overlap, and why, to what `fallbacks` returns."""
+    """Adds a call that does not overlap, and the reason, to the list of `fallbacks`."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
@@ -59,7 +59,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations in the `with` block as plain JAX, as the user has chosen.
+    """Marks operations in the `with` block as plain JAX that the user has requested.
 
     `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
     """
@@ -67,15 +67,16 @@ def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Returns the label and reason that a JAX name scope encodes, or None.
+    """Decodes a JAX name scope of `falling_back` or `plain_by_choice`, else None.
 
-    `falling_back` and `plain_by_choice` create such scopes. Others give None.
+    The result has the label and the reason that the scope was created with.
     """
     return _decode("fallback", scope)
 
 
-# States why several ranks compute the same values in the code that is being traced: a
-# mesh axis shards neither tokens nor features. Empty if each rank computes its own.
+# The reason why several ranks compute the same values in the code that is being traced:
+# a mesh axis shards neither tokens nor features. Empty if each rank computes different
+# values.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -105,15 +106,15 @@ def replicated() -> str:
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns the label and reason that a JAX name scope encodes, or None.
+    """Decodes a JAX name scope that `replicating` has created, else returns None.
 
-    `replicating` creates such scopes. Others give None.
+    The result has the label and the reason that the scope was created with.
     """
     return _decode("replicated", scope)
 
 
 def is_mark(scope: str) -> bool:
-    """Returns whether this module, and not the user, has made a name scope."""
+    """Returns whether a JAX name scope was made by this module, not by the user."""
     return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
 
 
@@ -181,7 +182,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     skipped = tuple(str(file).removesuffix("__init__.py") for file in files)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
-    # Not warnings.warn, which has no `skip_file_prefixes` on Python 3.11.
+    # warnings.warn cannot be used, because it has no `skip_file_prefixes` on Python
+    # 3.11.
     warnings.warn_explicit(
         text,
         category,
@@ -217,7 +219,7 @@ class LoweredCall:
     why_not_pallas: str = ""
 
 
-# The lists to which the active `recording` blocks add calls.
+# The lists to which each lowered call is added: one for each active `recording` block.
 _LISTENERS: list[list[LoweredCall]] = []
 
 
@@ -229,7 +231,8 @@ def recording() -> Iterator[list[LoweredCall]]:
     try:
         yield found
     finally:
-        # Removes this list itself; list.remove might remove another list that is equal.
+        # Removes the list `found` by identity; list.remove might remove another, equal
+        # list.
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 

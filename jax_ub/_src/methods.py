@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a forward pass: itself, or `RING_EXCHANGE` for `BULK`.
+        """Returns the method of a forward pass: "ring_exchange" in place of "bulk".
 
         `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
         its GEMM reads what the collective gathers, or computes what it sums.
@@ -75,12 +75,12 @@ def has_pairs(num_ranks: int) -> bool:
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# Default number of splits of a rank's chunk with method "pipeline". (All-gathers on
-# GPUs send whole chunks instead.) Must equal `DefaultSplits` in
+# Default of `num_splits`, into how many parts method "pipeline" splits a rank's chunk.
+# All-gathers on GPUs do not split chunks by default. Must equal `DefaultSplits` in
 # csrc/engine/*/*_device.h.
 DEFAULT_SPLITS = 4
 
-# The numbers of methods in FFI attributes, which must equal `Method` in
+# Maps methods to their numbers in FFI attributes, which must equal those of `Method` in
 # csrc/schedule/schedule.h. The engine has neither "auto" nor "xla".
 _CODES = {
     Method.DIRECT: 0,
@@ -179,7 +179,8 @@ class PallasTiles:
         return f"{tiles}, grid along {self.minor} first"
 
 
-# The tile sizes that the commands `tune` and `bench` try and a tuned file may have.
+# The tile sizes of the Pallas kernel that the commands `tune` and `bench` time. A tuned
+# file may contain only these.
 PALLAS_TILES = tuple(
     PallasTiles(rows, columns, doubled, minor)
     for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))
@@ -229,7 +230,7 @@ class MethodChoice:
 
     @property
     def for_local_gemm(self) -> "MethodChoice":
-        """Returns the `MethodChoice` for GEMMs of the call that do not communicate.
+        """Returns the `MethodChoice` of a GEMM of this call that communicates nothing.
 
         All methods of the engine run such a GEMM alike.
         """

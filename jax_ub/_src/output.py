@@ -15,8 +15,8 @@ from jax_ub._src.errors import OutputError, shown
 _BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
-# The least values in a unit that are rounded to 1, with one decimal and with three
-# digits. Values from there on have this unit: "1.0 MiB", not "1024.0 KiB".
+# Values that round to at least 1 in a unit, as "1.0" or "1.00", are printed in this
+# unit: "1.0 MiB", not "1024.0 KiB".
 _LEAST_BYTES, _LEAST = 1 - 0.05 / 1024, 0.9995
 
 

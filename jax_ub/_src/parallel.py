@@ -71,7 +71,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 @dataclasses.dataclass(frozen=True)
 class KernelShards:
-    """How FSDP shards the kernels of a call over data axes, inside `jax.shard_map`.
+    """Mesh axes over which FSDP shards the kernels of a call, inside `jax.shard_map`.
 
     Attributes:
         axes: the mesh axes. Each rank along them has one shard.
@@ -120,7 +120,7 @@ class ParallelMode:
     def function_name(self) -> str:
         """Returns the name of the public function that computes a layer, as "linear".
 
-        It is "linear" if the forward pass communicates nothing. Otherwise it is the
+        The name is "linear" if the forward pass communicates nothing, and otherwise the
         name of the op, such as "all_gather_matmul".
         """
         return "linear" if self.op == "matmul" else self.op
@@ -141,7 +141,7 @@ class ParallelMode:
         return "" if self.sharded_dim is None else IN_OUT[self.sharded_dim]
 
     def kernel_spec(self, axis_name: Any, other: Any = None) -> PartitionSpec:
-        """Returns the `PartitionSpec` of a kernel [in, out], optionally with FSDP axes.
+        """Returns a kernel's `PartitionSpec`, for its dimensions [in, out].
 
         Args:
             axis_name: the tensor-parallel mesh axis, or a tuple of axes.

@@ -37,7 +37,7 @@ def dot(
     rhs_transposed: bool = False,
     scales: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Returns x @ w in f32, for x [..., K] and w [K, N] (or transposed [N, K]).
+    """Returns x @ w in f32 for x [..., K] and w [K, N], or [N, K] if transposed.
 
     `scales` has those of x and of w, if they are FP8.
     """
@@ -53,7 +53,8 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
     """Returns x^T dy in f32, summed over rows: [..., M, K], [..., M, N] -> [K, N]."""
     rows = tuple(range(x.ndim - 1))
     (x, x_factor), (dy, dy_factor) = _factored((x, dy), scales, (None, None))
-    # JAX does not choose the sharding of a sum over rows that an explicit mesh shards.
+    # The output sharding is given, because JAX does not choose one if the sum is over
+    # rows that an explicit mesh shards.
     of_x, of_dy = jax.typeof(x).sharding, jax.typeof(dy).sharding
     spec = PartitionSpec(of_x.spec[-1], of_dy.spec[-1])
     is_sharded = any(of_x.spec[:-1]) and any(of_dy.spec[:-1])
@@ -63,7 +64,7 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
 
 
 def _factored(operands, scales, contracted):
-    """Returns each operand as (array, factor): its value is their product.
+    """Splits each operand into (array, factor), whose product is the operand's value.
 
     The factor has the f32 scales that do not vary along the contracted axis. Other
     scales multiply the array's elements, and the factor is None. A scale per tensor has
@@ -124,11 +125,12 @@ def expanded(scales, shape):
     """Repeats scales of blocks, so that they can be broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
-        # Compares by equality, because symbolic sizes of `jax.export` have no order.
+        # Sizes are compared by equality, because symbolic sizes of `jax.export` have no
+        # order.
         count = scales.shape[axis]
         if count not in (1, size):
-            # Not `jnp.repeat`, which cannot repeat along a sharded axis of an explicit
-            # mesh.
+            # `jnp.repeat` cannot repeat along a sharded axis of an explicit mesh, so
+            # the scales are broadcast and reshaped.
             before, after = scales.shape[:axis], scales.shape[axis + 1 :]
             blocks = jnp.expand_dims(scales, axis + 1)
             blocks = jnp.broadcast_to(blocks, (*before, count, size // count, *after))
@@ -137,7 +139,7 @@ def expanded(scales, shape):
 
 
 def _product(x, w, dimensions, out_sharding=None):
-    """Multiplies x and w with an f32 result, on CPUs by f32 copies of f16 and bf16.
+    """Multiplies x and w with an f32 result. CPUs first convert f16 and bf16 to f32.
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
@@ -164,8 +166,8 @@ def _product(x, w, dimensions, out_sharding=None):
 
 @functools.cache
 def _has_bf16_products():
-    # The CPU engine is imported here and not at the top, so that
-    # runtime/cpu_engine.py can report that it is missing.
+    # The CPU engine is imported here instead of at the top, because
+    # runtime/cpu_engine.py must be able to report that it is missing.
     try:
         from jax_ub import _cpu
     except ImportError:
@@ -224,7 +226,7 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums x [..., P*m, K] over P ranks in f32; returns one rank's rows [..., m, K]."""
+    """Sums x [..., P*m, K] over P ranks in f32; returns a rank's rows [..., m, K]."""
     wide = x.astype(sum_dtype(x.dtype))
     return lax.psum_scatter(wide, axis_name, scatter_dimension=x.ndim - 2, tiled=True)
 

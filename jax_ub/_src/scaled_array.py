@@ -21,18 +21,20 @@ from jax_ub._src.errors import ShapeContractError, shown
 MXFP8_BLOCK = 32
 _OP = "ScaledArray"
 _FIELDS = ("values", "scales", "source")
-# Lower bound of a row's amax (largest absolute value) in `row_scales`, as in torchao.
+# Lower bound of the amax (largest absolute value) of a row in `row_scales`, as in
+# torchao.
 _ROW_EPSILON = 1e-12
-# Layout of f32: width of the significand, and bias of the exponent. The largest number
-# of both FP8 formats is 1.75 times a power of two; _SIGNIFICAND_OF_MAX is the
+# The layout of f32: width of the significand, and bias of the exponent. In both FP8
+# formats, the largest number is 1.75 times a power of two; _SIGNIFICAND_OF_MAX is the
 # significand of 1.75.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 _EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
-# `_rounded_by_addition` replaces XLA's conversion to FP8 for arrays of at least this
-# many elements. XLA:CPU runs the additions on more threads, which takes longer for
-# smaller arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
+# Smallest number of elements for which `_rounded_by_addition` replaces XLA's conversion
+# to FP8. XLA:CPU runs the additions on more threads, which takes longer for small
+# arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
 _LEAST_ADDITIONS = 1 << 15
-# `amax_of` compares this many elements as integers, and their maxima as f32.
+# Number of elements that `amax_of` compares as integers. It then compares the maxima of
+# these groups as f32.
 _AMAX_GROUP = 32
 
 
@@ -68,7 +70,7 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # Only arrays are checked, since JAX also creates this pytree with other leaves,
+        # Other leaves are not checked, since JAX also creates this pytree with leaves
         # such as partition specs.
         if is_array(self.values) and is_array(self.scales):
             _check(self.values, self.scales, self.source)
@@ -104,13 +106,13 @@ class ScaledArray:
 
     @property
     def scaling(self) -> str:
-        """Returns what a scale belongs to: "tensor", "row" (or column) or "block"."""
+        """Returns what shares a scale: "tensor", "row" (or column) or "block"."""
         if self.scales.dtype == jnp.float8_e8m0fnu:
             return "block"
         return "row" if any(size != 1 for size in self.scales.shape) else "tensor"
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """Returns `values * scales`, computed in f32 and rounded once.
+        """Returns the array in a wide dtype: `values * scales`, rounded once.
 
         The result has no gradient with respect to `source`.
 
@@ -152,12 +154,12 @@ def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:
 
 
 def is_scaled(value: Any) -> bool:
-    """Returns whether a value is a `ScaledArray`, for example as `is_leaf` in trees."""
+    """Returns whether a value is a `ScaledArray`; usable as `is_leaf` of jax.tree."""
     return isinstance(value, ScaledArray)
 
 
 def without_source(operand: ScaledArray) -> ScaledArray:
-    """Returns a copy whose `source`, the array that receives the gradient, is None."""
+    """Returns a copy without `source`, the array that receives the gradient."""
     return ScaledArray(operand.values, operand.scales)
 
 
@@ -236,7 +238,8 @@ def _check_scale_shape(values, scales):
         return
     for axis, size in blocks.items():
         count = scales.shape[axis]
-        # Compares by equality, because symbolic sizes of `jax.export` have no order.
+        # Sizes are compared by equality, because symbolic sizes of `jax.export` have no
+        # order.
         if count != 1:
             raise ShapeContractError(
                 f"{found}: {count} blocks of {size} along axis {axis}. {fix} Scales of "
@@ -251,7 +254,7 @@ def _check_scale_shape(values, scales):
 
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
 def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns the largest absolute value of x, in f32; keeps reduced axes with size 1.
+    """Returns the largest |x| over `axes`, in f32. The reduced axes keep size 1.
 
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
@@ -272,9 +275,10 @@ def _is_divisible(size):
 
 
 def _groups(x, axis):
-    """Splits an axis into groups; returns the array and the axis within a group.
+    """Splits an axis into groups; returns the array, and the axis within the groups.
 
-    It is not the last axis, along which XLA:CPU uses no vector instructions.
+    The axis within the groups is not the last axis, along which XLA:CPU uses no vector
+    instructions.
     """
     num_groups = x.shape[axis] // _AMAX_GROUP
     is_last = axis == x.ndim - 1
@@ -284,7 +288,7 @@ def _groups(x, axis):
 
 
 def _largest_absolute_values(x, axis):
-    """Returns the maxima of |x| along an axis, in f32; NaN where there is a NaN.
+    """Returns the maxima of |x| along an axis, in f32. The maximum is NaN if an x is.
 
     It compares bits, which have the order of the numbers |x|. XLA:CPU's maximum of
     floating-point numbers drops NaNs in some arrays of at least 4096 elements, and its
@@ -329,7 +333,8 @@ def _rounded_by_addition(x, dtype):
     shift = _SIGNIFICAND_BITS - info.nmant
     least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The exponent bits of |x|, but at least those of the smallest normal FP8 number.
+    # The exponent bits of |x|, or those of the smallest normal FP8 number if these are
+    # larger.
     exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
     addend = exponent + (shift << _SIGNIFICAND_BITS)
     sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
@@ -350,7 +355,7 @@ def _divided_by_blocks(x, scales):
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
-    """Returns the smallest f32 powers of two with amax / scale <= finfo(dtype).max.
+    """Returns the smallest f32 power of two s with amax / s <= finfo(dtype).max.
 
     An amax below `_ROW_EPSILON` counts as `_ROW_EPSILON`. The scale of an infinite or
     NaN amax is 1.
@@ -372,15 +377,15 @@ def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
     amax = _largest_absolute_values(blocks, axis + 1)
     exponents = _exponents_above(amax, dtype) + margin
     bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
-    # Sets the exponents of infinity and zero. Otherwise they would be those of the
-    # largest and the smallest finite number.
+    # An infinite amax gets the largest exponent, and a zero amax the smallest. Their
+    # bits alone would give the exponents of the largest and the smallest finite number.
     bits = jnp.where(jnp.isinf(amax), 254, jnp.where(amax == 0, 0, bits))
     bits = jnp.where(jnp.isnan(amax), 255, bits).astype(jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 
 
 def _exponents_above(amax, dtype):
-    """Returns the smallest e with amax <= 2^e * m; m is the largest number of `dtype`.
+    """Returns the smallest e with amax <= 2^e * m, where m is the maximum of `dtype`.
 
     A logarithm would be wrong next to powers of two.
     """
@@ -393,7 +398,7 @@ def _exponents_above(amax, dtype):
 
 
 def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:
-    """Returns whether the scale of an FP8 value depends on its index along `axis`.
+    """Returns whether FP8 values with different indices along `axis` have other scales.
 
     Blocks along the axis do not count.
     """

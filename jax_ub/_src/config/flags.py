@@ -9,9 +9,9 @@ from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import PARALLEL, PASSES, ParallelMode, mode_of
 
-# The methods that overlap a GEMM with communication of its own operand or result.
+# The methods that overlap a GEMM with a collective of the GEMM's own operand or result.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
-# What each flag controls, for error messages.
+# Maps each flag to what it controls, for error messages.
 _MEANING = {
     "ub_overlap_ag": "the all-gather of a GEMM's operand",
     "ub_overlap_rs": "the reduce-scatter of a row layer's result",
@@ -56,7 +56,7 @@ class OverlapFlags:
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the value of both `ub_bulk_*` flags; None if neither is set."""
+        """Returns the common value of the `ub_bulk_*` flags, or None if unset."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property

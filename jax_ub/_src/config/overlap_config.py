@@ -20,8 +20,8 @@ from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
 # Largest `num_sm`, the number of thread blocks that send. Transformer Engine has the
 # same limit, because its collectives have flags for 32 thread blocks.
 _MOST_SM = 32
-# Valid values of `cga_size`, the number of thread blocks in a cluster. All GPUs since
-# Hopper support clusters of up to 8.
+# Valid values of `cga_size`, the number of thread blocks in a cluster. GPUs support
+# clusters of up to 8 blocks since Hopper.
 _CGA_SIZES = (1, 2, 4, 8)
 # CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
@@ -45,7 +45,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """Settings of the calls with one name, such as "qkv_fprop": method, splits, ...
+    """The settings of one named overlap, such as "qkv_fprop": method, splits, and more.
 
     `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
     `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU
@@ -119,7 +119,7 @@ class OverlapConfig(Mapping):
 
 
 def _flag(value):
-    # Megatron's files have 0 and 1 instead of false and true.
+    # Megatron's configuration files contain 0 and 1 instead of false and true.
     is_number = is_integer(value) and value in (0, 1)
     if not is_number and not isinstance(value, bool | np.bool_):
         raise TypeError
@@ -250,7 +250,8 @@ def _with_comm_type(name, read):
     return read
 
 
-# Maps the names of passes in other libraries to those in names such as "fc1_fprop".
+# Maps the names of passes in other libraries to the names in jax_ub: an overlap such as
+# "fc1_forward" is called "fc1_fprop".
 _ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
 
 

@@ -43,16 +43,18 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
 _FUSED = frozenset(Method) - {Method.BULK}
-# By pass and collective (all-gather, reduce-scatter): the default method, if the
-# collective is not "bulk" in Transformer Engine, and the valid methods.
+# Maps (pass, collective) to (default method, valid methods). The collective is an
+# all-gather or a reduce-scatter. The default applies where Transformer Engine does not
+# use method "bulk".
 _METHODS = {
     (FPROP, _AG): (Method.RING_EXCHANGE, _FUSED),
     (FPROP, _RS): (Method.PIPELINE, _FUSED),
-    # "bulk" gathers x during the dgrad GEMM. The other methods gather its operand dy.
+    # Method "bulk" all-gathers x during the dgrad GEMM. The other methods all-gather
+    # dy, an operand of the dgrad GEMM.
     (DGRAD, _AG): (Method.RING_EXCHANGE, frozenset(Method)),
     (DGRAD, _RS): (Method.PIPELINE, _FUSED),
-    # The wgrad GEMM reads the peers' shards in place ("direct"), or they are gathered
-    # first ("external").
+    # Method "direct" reads the peers' shards within the wgrad GEMM. Method "external"
+    # all-gathers them before the GEMM.
     (WGRAD, _AG): (
         Method.EXTERNAL,
         frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
@@ -68,8 +70,8 @@ def _predefined(parallel, direction):
     return Method.BULK if default.is_bulk else method, default.comm_type
 
 
-# Maps the predefined names of overlaps, such as "qkv_fprop" (the forward pass of layer
-# "qkv"), to (default method, collective).
+# Maps the predefined names of overlaps to (default method, collective). The name
+# "qkv_fprop" stands for the forward pass of layer "qkv".
 NAMES = {
     f"{layer}_{direction}": _predefined(parallel, direction)
     for layer, parallel in _LAYERS.items()
@@ -106,9 +108,9 @@ def method_defaults(
 
 # Methods of GEMM + reduce-scatter that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
-# Settings that only some overlaps read: {name: (methods, collective)}. The collective
-# is True for reduce-scatters, False for all-gathers, and None for both. The other
-# overlaps must have the defaults of these settings.
+# Settings that only some overlaps read: {setting: (methods, collective)}. The
+# collective is True for reduce-scatters, False for all-gathers, and None for both. In
+# all other overlaps, the setting must have its default.
 _ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
     "aggregate": ((Method.RING_EXCHANGE,), False),
@@ -118,16 +120,16 @@ _ONLY = {
     ),
     "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
 }
-# Keys that Transformer Engine ignores in some overlaps, with the methods and
-# collectives for which it reads them, in the form of `_ONLY`.
+# Settings that Transformer Engine reads in some overlaps and ignores in the others:
+# {setting: (methods, collective)}, as in `_ONLY`.
 _READ_BY = {
     **_ONLY,
     "use_ce": ((Method.RING_EXCHANGE,), None),
     "fp8_buf": (tuple(set(Method) - {Method.BULK}), True),
 }
-# Settings with which every forward pass and dgrad is "auto". Wgrads are absent: a
-# column-parallel layer's wgrad has nothing to communicate, because an "auto" dgrad
-# reduce-scatters dx. Wgrads of row-parallel layers keep their defaults.
+# Settings that select method "auto" for every forward pass and dgrad. They contain no
+# wgrads: a column-parallel layer's wgrad has nothing to communicate, because an "auto"
+# dgrad reduce-scatters dx. Wgrads of row-parallel layers keep their defaults.
 AUTOMATIC = {name: {"method": "auto"} for name in NAMES if split_name(name)[1] != WGRAD}
 _IGNORED = (
     "ub.overlap_config.from_te leaves out what Transformer Engine accepts and ignores."
@@ -166,7 +168,7 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_one_name_per_pass(entries):
-    """Raises an error if two names, given or predefined, mean the same forward pass.
+    """Raises an error if two names configure the same layer's forward pass.
 
     A name without a pass means the forward pass: "qkv" means the same as "qkv_fprop".
     """
@@ -240,7 +242,8 @@ def _method_and_type(
         comm_type = entry["comm_type"]
         default, _ = _METHODS[split_name(name)[1], comm_type]
     method = Method(entry.get("method", default))
-    # Without "bulk", the dgrad of a column-parallel layer reduce-scatters dx.
+    # If its method is not "bulk", the dgrad of a column-parallel layer overlaps with
+    # the reduce-scatter of dx, not with an all-gather.
     if default is Method.BULK and method is not Method.BULK:
         comm_type = _RS
     return method, comm_type
@@ -278,7 +281,7 @@ def _check_keys(name, method, comm_type, entry, defaults):
 
 
 def _check_wire(name, method, comm_type, entry, mode):
-    """Raises an error if FP8 partial sums are set, but the method cannot send them."""
+    """Raises an error if a method that cannot send FP8 partial sums is set to do so."""
     sends = {"wire_dtype": entry.get("wire_dtype") is not None}
     if mode is UserBufferQuantizationMode.FP8:
         sends["fp8_buf"] = entry.get("fp8_buf", False)
@@ -362,8 +365,9 @@ def from_te(source: Mapping | str | os.PathLike) -> dict[str, dict[str, object]]
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # `read_entries` rejects None. It gets an empty entry instead, so that it still
-        # checks the name. The result omits these entries.
+        # An entry without settings is None in YAML, which `read_entries` rejects. An
+        # empty dict replaces None, so that `read_entries` checks only the entry's name.
+        # The result omits these entries.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _without_ignored_keys(name, entry)
@@ -398,8 +402,8 @@ def _read_yaml(source):
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
         return _parse(yaml, _read_file(source))
     found = _parse(yaml, source)
-    # A path is a plain string to YAML, even with a colon, because a mapping needs a
-    # space after its colon.
+    # Parsed as YAML, a file path is a plain string, even if it contains a colon: a
+    # mapping needs a space after the colon.
     is_path = isinstance(found, str) and "\n" not in source
     return _parse(yaml, _read_file(source)) if is_path else found
 
