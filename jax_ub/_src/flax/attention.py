@@ -69,7 +69,7 @@ def residual_blocks(
     mlp: Callable[..., jax.Array],
     drop: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Computes a transformer layer's attention and MLP, each added to its input.
+    """Adds attention and then an MLP to the input, as in a pre-norm transformer layer.
 
     `drop` applies dropout to their results. If it is None, they add the residuals
     themselves, before rounding.
@@ -298,7 +298,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         return apply_with_residual(self.out, y, residual)
 
     def _dropout_key(self, deterministic):
-        """Returns the PRNG key of a call's dropout; None if dropout is disabled."""
+        """Returns the PRNG key for a call's dropout, or None if dropout is disabled."""
         op = "MultiHeadAttention"
         deterministic = self.deterministic if deterministic is None else deterministic
         arguments.check(op, deterministic=deterministic)

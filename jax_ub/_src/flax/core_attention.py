@@ -173,8 +173,8 @@ def _on_mesh(core, mesh, *operands):
         _broadcast_spec(positions, (*lead, None)),
         P(),
     )
-    # The mesh axes whose ranks have different sequences or heads. `varying_axes(q)`
-    # returns the axes of the caller's shard_map, if there is one.
+    # The mesh axes whose ranks have different sequences or heads. `varying_axes(q)` has
+    # the manual axes of the caller's shard_map over which q varies.
     head_axes = () if layout.parallel is None else layout.axes
     axes = {*varying_axes(q), *nontrivial_axes(mesh, data_axes), *head_axes}
     attend = functools.partial(core.attend, axes)
@@ -185,7 +185,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _broadcast_spec(array, entries):
-    """Returns a `PartitionSpec` of `entries`; dimensions of size 1 are not sharded."""
+    """Returns a `PartitionSpec` of `entries` without those of dimensions of size 1."""
     if array is None:
         return P()
     sizes = zip(array.shape, entries, strict=True)
@@ -251,8 +251,9 @@ def dropout(y: jax.Array, rate: float, key: jax.Array, layout: Any) -> jax.Array
     # draw the same mask, even if the type of y varies over the axis.
     replicated_axes = () if layout.sequence_parallel else axis_tuple(layout.axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
-    # nnx.Dropout cannot be used: nnx.tabulate cannot run modules that are created in a
-    # call. nn.Dropout does not support arrays on an explicit mesh.
+    # The mask is drawn here because Flax's layers cannot be used: nnx.tabulate cannot
+    # run modules that are created during a call, which excludes nnx.Dropout, and
+    # nn.Dropout does not support arrays on an explicit mesh.
     keep_rate = 1.0 - rate
     sharding = jax.typeof(y).sharding
     mask = jax.random.bernoulli(key, keep_rate, y.shape, out_sharding=sharding)

@@ -271,8 +271,8 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
 
         def parameter(name, init, metadata, spec, *sizes):
-            # Initialized as a matrix, as in LinearGeneral, so that initial values
-            # depend only on the numbers of input and output features.
+            # The kernel is initialized as a matrix, as in LinearGeneral, so that its
+            # values depend only on the total numbers of input and output features.
             flat = tuple(map(math.prod, sizes))
             values = init(rngs.params(), flat, param_dtype)
             values, metadata = _unboxed(values, metadata)
@@ -348,7 +348,7 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         return self._call_layout(), (*promoted, main_grad, state), options
 
     def _check_parameters(self) -> None:
-        """Raises an error if a parameter is FP8."""
+        """Raises an error if the kernel or the bias is an FP8 array."""
         values = {
             name: value.get_value() if isinstance(value, nnx.Variable) else value
             for name, value in (("kernel", self.kernel), ("bias", self.bias))
@@ -398,7 +398,7 @@ def inner_linear(
 
 
 def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """Applies several layers of nnx or linen to the same inputs, gathered only once.
+    """Applies several nnx or linen layers to the same inputs, with one all-gather.
 
     If they differ in more than output sizes and parameters, for example in their
     dtypes, or if only some have a bias, each gathers the inputs. So do layers by which
@@ -432,7 +432,7 @@ def apply_with_residual(
 
 
 def _is_linear(layer: Any) -> bool:
-    """Returns whether calls of a layer are calls of `Linear`, of nnx or linen.
+    """Returns whether a call of `layer` is a call of `Linear`, nnx's or linen's.
 
     The inner layers of nnx modules may be replaced by other modules, also by subclasses
     of `Linear` that compute something else. Linen modules create their layers.
@@ -453,8 +453,9 @@ def _sharded(layout, variable_type, array, metadata):
     try:
         variable = variable_type(array, **metadata)
     except (ValueError, AssertionError):
-        # JAX shards no array over a mesh of other devices or axis types than the mesh
-        # of jax.set_mesh. Its error names neither the layer nor the meshes.
+        # JAX rejects an array over a mesh whose devices or axis types differ from the
+        # mesh of jax.set_mesh. The check here names the layer and the meshes, which
+        # JAX's error does not.
         if layout.mesh is not None:
             check_context(layout.op, layout.mesh)
         raise

@@ -180,12 +180,13 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def _zeros(self, layout, x, kernel_shape, residual, num_in):
-        """Returns zeros of the result's type, for initialization in a `shard_map`.
+        """Returns zeros that have the shape and type of the layer's result, for `init`.
 
         The result is not computed, because the shards of inputs and kernel that a rank
         has during initialization may have different contracting sizes.
         """
-        # A row layer's kernel may lack output features, which FSDP shards.
+        # The kernel of a row-parallel layer may be an FSDP shard, which has only some
+        # of the output features. `self.features` has all of them.
         is_column = layout.parallel == "column"
         outs = kernel_shape[num_in:] if is_column else as_sizes(self.features)
         addends = [] if residual is None else [residual]
@@ -279,11 +280,13 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # Not nn.meta.unbox, which would apply the kernel's sharding: it fits `shape`,
-        # but these values still have the shape `flat`.
+        # jax.tree.leaves takes the array out of its metadata. nn.meta.unbox would also
+        # apply the kernel's sharding, which fits `shape`, to values that still have the
+        # shape `flat`.
         leaves = jax.tree.leaves(values)
         checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
-        # tree.map reshapes inside nn.Partitioned, so the result keeps its metadata.
+        # jax.tree.map reshapes the array inside an nn.Partitioned, so its metadata is
+        # kept.
         return jax.tree.map(lambda values: values.reshape(shape), values)
 
     return initialize

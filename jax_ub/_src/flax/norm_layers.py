@@ -31,14 +31,15 @@ def mlp(
     normalized: jax.Array,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """Computes an MLP from its nnx or linen layers: fc1, the gate or None, and fc2."""
+    """Computes an MLP from the layers (fc1, gate, fc2); gate is None if not gated."""
     fc1, gate, fc2 = layers
 
     def hidden(product, up=None):
         return activation(product) if up is None else activation(product) * up
 
     if is_named_activation(activation):
-        # The backward pass recomputes it, so that only the products are saved.
+        # With jax.checkpoint, the backward pass recomputes the activation, and the
+        # forward pass saves only the products of the GEMMs.
         hidden = jax.checkpoint(hidden)
     if gate is None:
         y = hidden(fc1(normalized))
@@ -55,9 +56,10 @@ def normalize(
 
 
 def apply_norm(norm: Any, x: jax.Array) -> jax.Array:
-    """Applies an nnx norm. The backward pass recomputes it, if it is one of Flax.
+    """Applies an nnx norm, which the backward pass recomputes instead of saving it.
 
-    The forward pass then saves x, and none of the f32 arrays between x and the result.
+    The forward pass of a norm of Flax then saves x, and no f32 array between x and the
+    result. Norms of other classes are applied as they are.
     """
     if type(norm) not in (nnx.LayerNorm, nnx.RMSNorm):
         return norm(x)

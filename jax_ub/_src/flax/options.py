@@ -114,9 +114,8 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Maps Transformer Engine's names to (function, is_gated). A gated activation applies
-# the function to the product with one kernel, and multiplies the result by the product
-# with a second kernel.
+# Maps Transformer Engine's activation names to (function, is_gated). A gated activation
+# computes `function(x @ w1) * (x @ w2)` with two kernels.
 ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
     "gelu": (jax.nn.gelu, False),
     "qgelu": (quick_gelu, False),
@@ -178,7 +177,7 @@ def make_norm(
 
 @functools.cache
 def _norm_class(library, name):
-    """Returns a norm of Flax; linen's is recomputed in the backward pass."""
+    """Returns a norm class of Flax; linen's is recomputed in the backward pass."""
     norm = getattr(library, name)
     return nn.remat(norm) if library is nn else norm
 
@@ -309,7 +308,7 @@ def check_rotary_base(op: str, rotary_base: float | None) -> None:
 
 
 def _check_heads(op: str, **numbers: int) -> None:
-    """Raises an error unless the second number, of key heads, divides the first."""
+    """Raises an error unless the number of key heads divides that of query heads."""
     (name, num_heads), (kv_name, num_kv_heads) = numbers.items()
     if num_heads % num_kv_heads:
         raise ShapeContractError(

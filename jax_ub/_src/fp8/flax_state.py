@@ -13,13 +13,13 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.fp8.state import init_state
 
-# nnx registers variable types by name. This is the name of the collection of Flax's
-# FP8 ops, by which MaxText recognizes FP8 state.
+# The variable type of FP8 state. nnx registers variable types by name. This name is
+# that of the collection of Flax's FP8 ops, by which MaxText recognizes FP8 state.
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-# nnx creates the class dynamically. Pickle finds a class by its module and name, so
-# they are set to those of the public import.
+# Pickle finds a class by its module and name. nnx creates this class dynamically, so
+# its attributes are set to the module and name that users import.
 OverwriteWithGradient.__module__ = "jax_ub.flax"
 OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
 OverwriteWithGradient.__doc__ = """An nnx variable whose gradient is its new value.

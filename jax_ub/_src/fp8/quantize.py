@@ -115,10 +115,10 @@ def quantize(
 
 
 def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
-    """Returns which ranks share an FP8 scale, and the method of their collective.
+    """Returns an `Execution` whose ranks, those along `axis_name`, share an FP8 scale.
 
-    They are the ranks along `axis_name`, which may also be axes of `jax.vmap`. With
-    None, each rank has its own scale.
+    The axes may also be axes of `jax.vmap`. If `axis_name` is None, each rank has its
+    own scale.
     """
     num_ranks = 1
     if axis_name is not None:
@@ -258,7 +258,7 @@ def _scales(ranks, recipe, role, x, axes=()):
 
 
 def _agreed(ranks, amax):
-    """Returns the elementwise maximum of `amax` over `ranks`, which share a scale."""
+    """Returns the elementwise maximum of `amax` over ranks that share an FP8 scale."""
     axes = _varying_axes(ranks, amax)
     if axes and axes == ranks.axis_name:
         return all_reduce_max(ranks, amax)
@@ -271,25 +271,28 @@ def _maximum_over(axes, amax):
 
 
 def _agreed_maxima(ranks, maxima):
-    """Returns several scalar amaxes, each over all ranks, by one collective."""
+    """Returns the maxima over the ranks of several scalar amaxes, by one collective."""
     return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
 
 
 def _varying_axes(ranks, amax):
-    """Returns the mesh axes of `ranks` over which the amax must be reduced."""
+    """Returns the mesh axes over which the amax differs, among the axes of `ranks`."""
     axes = ranks.axis_name
     if axes and vma.is_vma_checked(axes):
-        # A tensor that does not vary over an axis has the same amax on all ranks of
-        # this axis, so the amax needs no reduction over it.
+        # If a tensor does not vary over an axis, all ranks along this axis already have
+        # the same amax.
         axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
     return axes
 
 
 def _further_axes(ranks, recipe, xs, *state):
-    """Returns axes besides those of `ranks`: xs vary over them, but their state not."""
+    """Returns mesh axes over which the arrays vary but their common FP8 state does not.
+
+    The axes of `ranks` are not included.
+    """
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     missing = tuple(sorted(varying.difference(ranks.axis_name)))
-    # The amax cannot differ along an axis of one rank.
+    # Along an axis with one rank, the amax cannot differ.
     differs = tuple(axis for axis in missing if lax.axis_size(axis) > 1)
     if differs and not recipe.reduce_amax:
         raise ConfigurationError(
@@ -324,8 +327,8 @@ def _delayed(ranks, recipe, role, axes, xs, scale, history):
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
-    # XLA reduces the amax, not the engine: only the next step reads it, so that XLA can
-    # reduce the amaxes of all tensors and layers by one collective.
+    # The amax is reduced by XLA, not by the engine. Only the next step reads it, so XLA
+    # can combine the reductions for all tensors and layers in one collective.
     amax = _maximum_over((*_varying_axes(ranks, amax), *further), amax)
     return (values, scale), (scale, history, amax)
 

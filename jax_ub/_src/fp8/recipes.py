@@ -21,8 +21,9 @@ from jax_ub._src.errors import (
 )
 
 INPUT, KERNEL, OUTPUT_GRAD = ROLES = ("input", "kernel", "output_grad")
-# The largest inverse of an FP8 scale. The scale is then 2^-126, the smallest normal
-# f32 number. XLA:CPU replaces smaller scales, which are subnormal, by zero.
+# Upper bound of the inverse of an FP8 scale. It keeps scales at or above 2^-126, the
+# smallest normal f32 number. XLA:CPU replaces smaller numbers, which are subnormal, by
+# zero.
 _LARGEST_INVERSE = 2.0**126
 _SIGNIFICAND_BITS = 23  # of an f32 number
 
@@ -54,7 +55,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """How `Float8CurrentScaling` computes a tensor's scale: rounding and least amax.
+    """How `Float8CurrentScaling` computes a scale: whether to round it, the least amax.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 

@@ -154,16 +154,16 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits a state leaf's path into a tensor's path and "scale" or "amax_history".
+    """Splits the path of a leaf in an FP8 state into (tensor's path, kind of the leaf).
 
-    The latter is "" for any other leaf.
+    The kind is "scale" or "amax_history", and "" for any other leaf.
     """
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # In the text of a path, only punctuation such as "']" follows a key that ends
-        # in `kind`, and ".value" for an nnx variable. If letters or digits follow, the
-        # key is longer, and the leaf is another array.
+        # After a key that ends in `kind`, the text of a path has only punctuation such
+        # as "']", and ".value" for an nnx variable. If letters or digits follow, the
+        # key is longer, and the leaf is not part of an FP8 state.
         rest = tail.removesuffix(".value")
         if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind
