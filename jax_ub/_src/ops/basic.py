@@ -194,8 +194,9 @@ class MakeExtraOutput(BasicOperation):
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        # In a fused operation, dy may be a partial sum over the ranks while `d_extra`
-        # is complete (`is_partial_sum`). `to_cotangent_aval` then sums dy first.
+        # In a fused operation, dy may still be a partial sum over the ranks, whereas
+        # `d_extra` is complete (`is_partial_sum`). `to_cotangent_aval` then sums dy
+        # over the ranks.
         dy = to_cotangent_aval(cotangent_aval(d_extra), dy)
         return d_extra + dy, {}, ()
 
@@ -315,7 +316,7 @@ class Dropout(BasicOperation):
 class Collective(BasicOperation):
     """Base class of operations that only run a collective over `axis_name`.
 
-    They have no parameters and no residuals.
+    Such operations have no parameters and no residuals.
     """
 
     axis_name: str = "tp"
@@ -342,8 +343,8 @@ def _gathered(call_config: CallConfig, x: Any) -> Any:
         return all_gather(call_config.collective, _as_varying(call_config, x))
     x = pcast_operands(x, call_config.axes(x))
     y: Any = all_gather(call_config.collective, x)
-    # Later operations read the shape and dtype of the source, the array that was
-    # quantized, but not its values. So zeros will do.
+    # `source` is the array that was quantized. Later operations read only its shape and
+    # dtype, so zeros replace its values.
     source = vma.pcast_varying(
         jnp.zeros(y.shape, x.source.dtype), vma.axes_of(y.values)
     )

@@ -46,7 +46,7 @@ _DX_IS_REDUCED = (
 
 
 def _in_place_mismatch(name, op, wanted):
-    """Returns "" if `op.in_place` is `wanted`, else an error text with the fix."""
+    """Returns an error text if `op.in_place` is not `wanted`, else ""."""
     if op.in_place == wanted:
         return ""
     kind = type(op).__name__
@@ -57,17 +57,17 @@ def _in_place_mismatch(name, op, wanted):
 
 
 class _LinearPattern(FusedPattern):
-    """Base class of fused operations whose linear GEMM may overlap with a collective.
+    """Base class of fused operations with a linear, which a collective may overlap.
 
-    If it does, the field `linear` is the `UserbuffersLinear` that overlaps it.
-    `basic_ops` has the operations that this one replaces.
+    If a collective overlaps the GEMM of the linear, the field `linear` is a
+    `UserbuffersLinear`. `basic_ops` has the operations that this one replaces.
     """
 
     _overlapped: ClassVar[type[UserbuffersLinear]]
 
     @property
     def userbuffers(self) -> Any:
-        """Returns the operation that computes an overlapped linear, or None."""
+        """Returns field `linear` if it is a `UserbuffersLinear`, else None."""
         linear = vars(self)["linear"]
         return linear if isinstance(linear, self._overlapped) else None
 
@@ -76,7 +76,7 @@ class _LinearPattern(FusedPattern):
         return self.userbuffers is not None
 
     def _operations_from_keywords(self):
-        """Returns {field: operation}, with a row-parallel linear already overlapped.
+        """Returns {field: operation}, replacing a row-parallel linear that overlaps.
 
         A row-parallel `BasicLinear` with `userbuffers_options`, on several ranks, is
         replaced by the fused operation that overlaps its GEMM with its collective.
@@ -151,7 +151,7 @@ def _check_residual(fused, kernel, x, residual):
 
 
 def _bias_of(op, params):
-    """Returns keywords with which `linear.forward` adds a bias; {} if `op` is None."""
+    """Returns the bias as a keyword of `linear.forward`, or {} if `op` is None."""
     return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
 
 
@@ -183,7 +183,7 @@ class ForwardLinearBiasActivation(ForwardPattern):
         return _RESULT_IS_REDUCED if linear.tensor_parallel_mode == ROW else ""
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
+        """Computes `activation(x @ kernel + bias)`. The GEMM adds the bias."""
         bias = _bias_of(self.bias, params[1:])
         y, _, saved = self.linear.forward(params[0], x, (), saves[0], **bias)
         residuals = [saved, *([{}] if self.bias is not None else [])]
@@ -267,7 +267,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
         return _in_place_mismatch("backward_add", backward_add, wanted=True)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx plus the extra output's gradient in one GEMM, and the wgrad.
+        """Computes dw, and dx plus the gradient of the extra output, in one GEMM each.
 
         The basic operations run separately if the sum needs a reduction first, or if
         the linear needs no gradient.
@@ -350,7 +350,7 @@ class BackwardActivationBias(BackwardPattern):
     activation: Activation = pattern_field(Activation)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx and the bias gradient from one f32 array; rounds each once."""
+        """Computes dx and the bias gradient from one f32 array, each rounded once."""
         dx = self.activation.gradient(residuals[1]["x"], dy)
         d_params = {"bias": row_sum(dx)} if needs[0].params else {}
         return dx.astype(dy.dtype), (d_params, {}), ((), ())

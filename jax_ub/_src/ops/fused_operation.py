@@ -82,7 +82,7 @@ class FusedOperation(Operation):
 
     @classmethod
     def unfused_reasons(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns, by index, why operations that resemble the pattern are not fused.
+        """Returns {index: why an operation that resembles the pattern is not fused}.
 
         `explain()` reports the reasons. Their keys are indices into `ops`, the argument
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there
@@ -112,7 +112,7 @@ class FusedOperation(Operation):
         extra_inputs: tuple[Extras, ...],
         saves: tuple[frozenset[str], ...],
     ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """Computes the forward pass of the basic operations that this one replaces.
+        """Computes the forward pass of the basic operations that are fused here.
 
         The base class calls their `forward` methods one after another. Parameters,
         extra inputs, extra outputs and residuals are tuples with one entry for each
@@ -133,7 +133,7 @@ class FusedOperation(Operation):
         d_extra_outputs: tuple[Extras, ...],
         needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """Computes the gradients of the basic operations that this one replaces.
+        """Computes the gradients of the basic operations that are fused here.
 
         The base class calls their `backward` methods, from the last to the first.
         Residuals, parameter gradients and extra tensors are tuples with one entry for
@@ -149,8 +149,9 @@ class FusedOperation(Operation):
                 dy = dy if op.takes_quantized_grad else dequantized(dy)
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
-                # The cotangent of an accumulator, such as "main_grad", is its new
-                # value. Without a gradient to add, this is the old value.
+                # The cotangent of a gradient accumulator, such as "main_grad", is its
+                # new value. If there is no gradient to add, the new value equals the
+                # old value.
                 names = op.overwritten & need.params
                 d_param = {name: residuals[i][name] for name in names}
                 dy, d_extra = None, (None,) * op.num_extra_inputs
@@ -191,7 +192,7 @@ def fuse_windows(
 
 
 def _fused(op, ops, match) -> list[Op]:
-    """Replaces the windows of `ops` for which `match` returns a fused operation."""
+    """Replaces each run of operations for which `match` returns a fused operation."""
     entries: list[Any] = list(read_operations(op, ops))
     fused: list[Op] = []
     start = 0
@@ -212,12 +213,12 @@ def _fused(op, ops, match) -> list[Op]:
 
 
 def expand(ops: Sequence[Operation]) -> tuple[BasicOperation, ...]:
-    """Returns a list's basic operations in order, also those in fused operations."""
+    """Returns the basic operations of a list in order, replacing fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns (slice of `expand(ops)` that it covers, operation) for each operation."""
+    """Returns (its slice of `expand(ops)`, operation) for each operation of a list."""
     found: list[tuple[slice, AnyOp]] = []
     start = 0
     for op in ops:
@@ -253,10 +254,11 @@ class FusedPattern(FusedOperation):
     basic_ops: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
-        """Sets `basic_ops` from the fields of operations, or these from `basic_ops`."""
+        """Sets `basic_ops` from the other fields, or the fields from `basic_ops`."""
         given = [getattr(self, field.name) for field in self._parts()]
         basic_ops = expand([op for op in given if isinstance(op, Operation)])
-        # `dataclasses.replace` passes both, and they are equal.
+        # `dataclasses.replace` passes both the fields and `basic_ops`, with equal
+        # operations.
         is_replaced = isinstance(self.basic_ops, tuple) and self.basic_ops == basic_ops
         if self.basic_ops is None or is_replaced:
             found = self._operations_from_keywords()
@@ -304,7 +306,7 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def replacement(cls, ops: Sequence[Op]) -> "FusedPattern | None":
-        """Returns the operation that replaces the first ones of `ops`, or None."""
+        """Returns a fused operation if `ops` begins with the pattern, else None."""
         found = cls.match_prefix(ops)
         if found is None or cls.mismatch(**found):
             return None

@@ -40,8 +40,8 @@ from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.primitives import vma
 from jax_ub._src.runtime import registry
 
-# The fusions run in Transformer Engine's order. An operation that one fusion has fused
-# is no longer available to later fusions.
+# The registered fusions, in the order in which they run, which is Transformer Engine's.
+# A later fusion cannot fuse an operation that an earlier one has fused.
 _FUSIONS: dict[str, list[Fusion]] = {
     "joint": [],
     "forward": [
@@ -148,8 +148,8 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, registered in _FUSIONS.items():
-            # Fusions that were registered inside the context stay registered, after
-            # the earlier ones.
+            # Fusions that were registered inside the context stay registered, and run
+            # last.
             added = [fusion for fusion in registered if fusion not in before[name]]
             registered[:] = [*before[name], *added]
 
@@ -177,7 +177,7 @@ _check_direction = checks.option_check(
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """How extra outputs (arrays besides y) are connected to later extra inputs.
+    """How extra outputs (arrays besides y) are connected to extra inputs (besides x).
 
     An *edge* is the number of an extra tensor: an extra input that the caller passes,
     or an extra output of an operation.
@@ -300,7 +300,7 @@ class OperationFuser(arguments.KeywordsChecked):
 
     @property
     def backward_ops(self) -> list[Op]:
-        """Returns the operations of the backward pass, fused, in forward order."""
+        """Returns the basic and fused operations of the backward, in forward order."""
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
@@ -317,7 +317,7 @@ class OperationFuser(arguments.KeywordsChecked):
     def fusion_steps(
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Applies the fusions in turn; yields (fusion, list before, list after)."""
+        """Applies the fusions in turn; yields (fusion, ops before it, ops after it)."""
         _check_direction("OperationFuser", "direction", direction)
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
@@ -336,10 +336,10 @@ class OperationFuser(arguments.KeywordsChecked):
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the operations before fusion.
+        """Returns the list of operations to which the fusions are applied.
 
-        A fused operation of the caller that does not override `direction` is replaced
-        by its basic operations.
+        If a fused operation of the caller does not override `direction`, its basic
+        operations replace it.
         """
         ops: list[Op] = []
         for entry in self._entries:

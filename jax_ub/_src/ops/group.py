@@ -27,7 +27,8 @@ from jax_ub._src.scaled_array import dequantized, is_scaled, source_of
 
 Needs = tuple[RequestedGradients, ...]
 Saves = tuple[frozenset[str], ...]
-# The forward pass found the axis, so it is an axis of `jax.vmap`.
+# Advice for the error that the backward pass does not find an axis. The forward pass
+# has found it, so it is an axis of `jax.vmap`.
 _OUTSIDE_VMAP = (
     " JAX differentiates a jax.vmap outside of its axis. Differentiate inside the "
     "jax.vmap instead: jax.vmap(jax.grad(f), axis_name=...)."
@@ -66,7 +67,7 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """Returns the edges (tensor numbers) of extra inputs from outside the group."""
+        """Returns the numbers of the extra input tensors from outside the group."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 
@@ -92,7 +93,7 @@ class OperationGroup:
         return tuple(needs)
 
     def saved_names(self, needs: Needs) -> Saves:
-        """Returns the names of the residuals that each operation's backward reads."""
+        """Returns the names of the residuals that the backward of each op reads."""
         return tuple(
             names
             for window, op in windows(self.backward_ops)
@@ -100,7 +101,7 @@ class OperationGroup:
         )
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
-        """Returns the residuals, with an empty array for each that no gradient needs.
+        """Returns the residuals, those that no gradient needs as empty arrays.
 
         The structure of the tree does not depend on the requested gradients.
         """
@@ -113,13 +114,13 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The forward of a fused operation never computes this residual, so an
-                # empty array without batch axes can replace it. An array that replaces
-                # a computed residual needs the residual's batch axes under jax.vmap.
+                # The forward of a fused operation never computes this residual, so the
+                # placeholder needs no batch axes. (Under jax.vmap, a placeholder for a
+                # computed residual must have the batch axes of the residual.)
                 return placeholder()
             value = values[name]
-            # A quantized x has this name already. With a second one, a policy would
-            # save it twice.
+            # A quantized x already has this checkpoint name. With a second name, a
+            # checkpoint policy would save it twice.
             if name != "x" or not is_scaled(value):
                 value = save(value, name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
@@ -155,8 +156,8 @@ class OperationGroup:
             edges.update(jax.tree.map(jax.typeof, arrays))
 
         jax.eval_shape(run, operands)
-        # Placeholders (empty arrays) keep the tree structure of the saved values
-        # independent of the requested gradients.
+        # Residuals that are not saved are replaced by empty arrays, so that the tree
+        # structure of the saved values does not depend on the requested gradients.
         x_avals = tuple(
             cotangent_aval(x) if need.x else placeholder()
             for need, x in zip(needs, xs, strict=True)
@@ -281,9 +282,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
 
 _rule = jax.custom_vjp(_run_operations, nondiff_argnums=(0, 1, 3))
 _rule.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
-# The function must be called under `jax.disable_jit(False)`, because JAX cannot
-# evaluate a custom_vjp with symbolic zeros op by op in an eager shard_map. Inside a
-# traced program the jit is inlined.
+# JAX cannot evaluate a custom_vjp with symbolic zeros op by op in an eager shard_map.
+# Therefore the rule is jitted, and must be called under `jax.disable_jit(False)`.
+# Inside a traced program the jit is inlined.
 run_group = jax.jit(_rule, static_argnums=(0, 1), inline=True)
 
 

@@ -142,8 +142,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def takes_quantized_grad(self) -> bool:
-        # The backward of GEMM+AR may have to sum dy over the ranks before dy can be
-        # quantized, so it does not accept a dy that is quantized already.
+        # The backward of GEMM+AR (GEMM + all-reduce) may have to sum dy over the ranks
+        # before it is quantized, so it does not accept a quantized dy.
         return self.fp8 is not None and self.mode.op != "matmul_all_reduce"
 
     @property
@@ -205,7 +205,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns "main_grad" or "kernel", whichever receives the kernel's gradient."""
+        """Returns whose cotangent has the kernel's gradient: "main_grad", "kernel"."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
@@ -263,7 +263,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
                 config.label, params["main_grad"], axes
             )
         saved = quantized(config, residuals, params)
-        # The GEMM must not read the variables that are saved: see `not_reduced`.
+        # The GEMM reads copies of the saved arrays, because `jax.checkpoint` reduces
+        # the precision of a saved FP8 array that another call also reads
+        # (`not_reduced`).
         return *not_reduced((saved["x"], saved["kernel"])), saved
 
     def forward(
@@ -278,7 +280,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         scale: float = 1.0,
         out_dtype: DTypeLike | None = None,
     ):
-        """Computes `scale * x @ kernel + bias + residual`, GEMM and collective in turn.
+        """Computes `scale * x @ kernel + bias + residual`, then the collective.
 
         A column-parallel layer first all-gathers x, then runs the GEMM; a row-parallel
         layer sums the products over the ranks after the GEMM. Bias and residual are
@@ -314,7 +316,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         residual: jax.Array | None = None,
         scale: float = 1.0,
     ):
-        """Computes the gradients of x and kernel, GEMMs and collectives in turn.
+        """Computes the gradients of x and kernel, without overlap of collectives.
 
         Fused operations pass the keyword arguments. `residual`, of the shape of x, is
         added to dx; the sum has its dtype. If dx is not reduced over the ranks, the sum

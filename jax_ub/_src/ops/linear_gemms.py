@@ -19,7 +19,7 @@ from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_s
 
 
 def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the FP8 `DelayedScaling` state in `arrays`: scales, amax histories."""
+    """Returns the FP8 scales and amax histories (`DelayedScaling`) in `arrays`."""
     return {name: arrays[name] for name in sorted(fp8_state.NAMES) if name in arrays}
 
 
@@ -46,8 +46,8 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     operands, backward = jax.vjp(quantize, state)
     if is_quantized:
         check_scaled(config, operands["x"], operands["kernel"])
-    # The vjp of `quantize` returns the new state as the "gradient" of the old one. It
-    # ignores the cotangents of the quantized arrays, so zeros are passed for them.
+    # The vjp of `quantize` returns the new FP8 state as the "gradient" of the old
+    # state. It ignores the cotangents of the quantized arrays, so these are zeros.
     zeros = jax.tree.map(
         lambda a: vma.pcast_varying(jnp.zeros_like(a), vma.axes_of(a)), operands
     )

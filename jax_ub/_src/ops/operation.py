@@ -27,8 +27,8 @@ from jax_ub._src.scaled_array import source_of
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
-# The extra inputs or outputs of one operation (arrays that it reads or returns besides
-# the activation), or their gradients: None for a gradient that is known to be zero.
+# The extra inputs or outputs of one operation: arrays that it reads or returns besides
+# the activation. Also used for their gradients; None is a gradient known to be zero.
 Extras = tuple[jax.Array | None, ...]
 
 
@@ -71,12 +71,13 @@ class Operation(arguments.KeywordsChecked):
     _op_prefix = "ops."
 
     if TYPE_CHECKING:
-        # Only for type checkers. FusedOperation has a field `basic_ops`, which cannot
-        # be set if the base class has a property of that name.
+        # Declared only for type checkers. At run time, FusedOperation has a field of
+        # the name `basic_ops`, which could not be set if this base class had a property
+        # of that name.
 
         @property
         def basic_ops(self) -> tuple["BasicOperation", ...]:
-            """Returns the basic operations that this one consists of, in order."""
+            """Returns the basic operations that this operation contains, in order."""
             raise NotImplementedError
 
     @property
@@ -124,11 +125,12 @@ class BasicOperation(Operation):
 
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
-    # Whether the forward takes a PRNG key as `params["key"]`. A deterministic call does
-    # not pass it. `init` and `specs` never contain this entry.
+    # Whether the forward takes a PRNG key, as `params["key"]`. In a deterministic call,
+    # the key is not passed. `init` and `specs` never return an entry "key".
     takes_key: ClassVar[bool] = False
-    # Names of the parameters that the backward updates, such as "main_grad". Their
-    # cotangent is their new value; the residual of the same name is their old value.
+    # Names of the parameters that the backward updates, such as "main_grad". The
+    # cotangent of such a parameter is its new value; the residual of the same name is
+    # its old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
 
     # Whether `forward` accepts a quantized x, and `backward` a quantized dy, as a
@@ -185,7 +187,7 @@ class BasicOperation(Operation):
 
     @property
     def comm_name(self) -> str | None:
-        """Returns the name by which `initialize_ub` configures its overlap, or None."""
+        """Returns the name of the operation's overlap in `initialize_ub`, or None."""
         return None
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -356,7 +358,7 @@ def check_operation(where: str, value: Any) -> None:
 
 
 def read_operations(where: str, ops: Any) -> tuple[Operation, ...]:
-    """Returns several operations as a tuple, after checking that they are."""
+    """Returns several operations as a tuple, after checking their types."""
     try:
         entries = tuple(ops)
     except Exception as error:  # the iterator of a user's object may raise any error

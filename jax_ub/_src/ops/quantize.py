@@ -76,9 +76,9 @@ class Quantize(BasicOperation):
     _: dataclasses.KW_ONLY
     fp8: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
-    # The quantizers of the activation and of its gradient; None if it is not quantized.
-    # They depend on the linears and collectives that follow or precede this operation,
-    # so `with_quantizers` replaces them in a copy of it.
+    # How the activation and its gradient are quantized; None if not quantized. This
+    # depends on the linears and collectives before and after this operation, so
+    # `with_quantizers` sets it in a copy.
     _quantizers: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
         default=(None, None), init=False, repr=False
     )
@@ -135,7 +135,7 @@ class Quantize(BasicOperation):
         return dx, state, ()
 
     def _quantized(self, role, x, state):
-        """Quantizes x unless it is FP8; returns it and the updated FP8 state."""
+        """Quantizes x unless it is FP8 already; returns x and the updated FP8 state."""
         quantizer = self._quantizers[_ROLES.index(role)]
         if quantizer is None or is_scaled(x):
             return x, state
@@ -150,11 +150,12 @@ _PassedState = tuple[int, int, str]  # linear, quantize, role: see `with_quantiz
 
 
 def _paths(ops: Sequence[BasicOperation], role: str) -> list[list[int]]:
-    """Returns, for each `Quantize`, its index and those of operations with its tensor.
+    """Returns, per `Quantize`, the indices of the operations its FP8 tensor reaches.
 
-    With role `INPUT`, the tensors are activations, which pass forward through `ops`.
-    With `OUTPUT_GRAD`, they are gradients, which pass backward. The last operation may
-    be a linear, which multiplies the tensor.
+    The first index of each list is that of the `Quantize`. With role `INPUT`, the
+    tensors are activations, which pass forward through `ops`. With `OUTPUT_GRAD`, they
+    are gradients, which pass backward. The last operation may be a linear, which
+    multiplies the tensor.
     """
     order: Iterable[int] = range(len(ops))
     starts, takes = "forward_quantized", "takes_quantized"
@@ -177,7 +178,7 @@ def _paths(ops: Sequence[BasicOperation], role: str) -> list[list[int]]:
 
 
 def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
-    """Returns each i where an FP8 tensor passes between `ops[i - 1]` and `ops[i]`."""
+    """Returns each i such that `ops[i - 1]` and `ops[i]` exchange an FP8 tensor."""
     forward = {i for _, *path in _paths(ops, INPUT) for i in path}
     return forward | {i + 1 for _, *path in _paths(ops, OUTPUT_GRAD) for i in path}
 
@@ -224,7 +225,7 @@ def _with_basic_ops(op: Op, basic_ops: tuple[Any, ...]) -> Op:
 def _axes(ops, path) -> tuple[str, ...]:
     """Returns the mesh axes whose ranks must share the scale of an FP8 tensor.
 
-    These are the axes over which it is gathered or contracted, and `axis_name`.
+    These are the axes over which the tensor is gathered or contracted, and `axis_name`.
     """
     last, *after = ops[path[-1] : path[-1] + 3]
     after = [op for op in after if not isinstance(op, Bias)][:1]

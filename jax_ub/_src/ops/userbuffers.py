@@ -38,10 +38,10 @@ from jax_ub._src.rules.operands import pcast_operands
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
-    """Returns the operations at the start of `ops` that one overlapped call can run.
+    """Returns the first operations of `ops` that one overlapped call can run.
 
-    They are () if no overlapped call matches. The second result is then the reason, if
-    the first operation is a linear.
+    The result is () if no overlapped call matches. The second result is then the
+    reason, if the first operation is a linear.
     """
     linear = ops[0]
     if not isinstance(linear, BasicLinear):
@@ -101,7 +101,7 @@ class UserbuffersLinear(FusedPattern):
 
     @property
     def tensor_parallel_mode(self) -> str:
-        """Returns "column" if it overlaps an all-gather, "row" if a reduce-scatter."""
+        """Returns "column" if an all-gather overlaps, "row" if a reduce-scatter."""
         return self.linear.tensor_parallel_mode or ROW
 
     @property
@@ -302,7 +302,8 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
     axes = config.axes(x, w, bias, added_bias, residual)
     if not config.mode.gathers_x and bias is not None:
         # In the unfused operations, each rank adds its bias before the reduce-scatter,
-        # which sums the biases. The engine adds one bias after it: their sum.
+        # which sums the biases of all ranks. The engine adds a single bias after the
+        # reduce-scatter: the sum of these biases.
         bias = bias.astype(jnp.float32)
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:

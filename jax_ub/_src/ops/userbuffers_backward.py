@@ -154,10 +154,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         if self.bias is not None and needs[1].params:
             db = row_sum(dequantized(dy))
             if self.reduce_scatter is not None:
-                # The reduce-scatter adds the biases of all ranks to each token, so the
-                # gradient of each rank's bias is dy summed over the tokens of all
-                # ranks. It is cast to vary over the ranks: if the bias is replicated,
-                # the caller then also adds the gradients of its P copies.
+                # The reduce-scatter of the forward pass adds the biases of all ranks to
+                # each token, so the gradient of each bias is dy summed over the tokens
+                # of all ranks. The gradient is cast to vary over the ranks: if the bias
+                # is replicated, JAX then also adds the gradients of its P copies.
                 axes = config.axes(db)
                 db = vma.pcast_varying(_sum_over_ranks(config, db), axes)
             d_params[1]["bias"] = db
