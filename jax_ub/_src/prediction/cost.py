@@ -13,8 +13,8 @@ from jax_ub._src.prediction.hardware import Hardware
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _GATHERS = ("all_gather_matmul", "all_gather")
-# Tile sizes that a GEMM library chooses from: rows, columns and relative efficiency.
-# The relative efficiencies of these GEMM tiles are assumptions.
+# Tile sizes from which a GEMM library chooses: rows, columns and relative efficiency.
+# The efficiencies are assumptions, not measurements.
 _TILES = (
     (128, 256, 1.00),
     (256, 128, 1.00),
@@ -25,11 +25,11 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192, which has so many
-# tiles of 128 x 256.
+# Number of tiles, of 128 x 256, in the GEMM with M = K = N = 8192 whose measured rate
+# is `Hardware.flops_per_s`.
 _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
-# A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
-# make the simulation faster.
+# Largest number of waves (rounds in which each multiprocessor computes one tile) that
+# are simulated tile by tile. A larger GEMM is simulated in groups of tiles.
 _MAX_WAVES = 24
 
 
@@ -83,16 +83,16 @@ class Workload:
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def split_rows(self, num_splits: int) -> int:
-        """Returns the rows of a split; a chunk, one rank's rows, has `num_splits`."""
+        """Returns the number of rows in a split of a chunk (one rank's rows)."""
         return math.ceil(self.M / (self.num_ranks * num_splits))
 
     @property
     def result_itemsize(self) -> int:
-        """Returns the bytes of an element of a sum. Sums of FP8 products have 2."""
+        """Returns the bytes per element of a result, which has 2 for FP8 operands."""
         return max(self.itemsize, 2)
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
-        """Returns the bytes of `num_rows` rows of a payload, as sent to a peer."""
+        """Returns how many bytes are sent for `num_rows` rows of a payload."""
         if self.gathers:
             return num_rows * self.K * self.gathered_itemsize
         is_partial = payload == "partial"
@@ -100,17 +100,17 @@ class Workload:
         return num_rows * self.N * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the memory traffic of summing `num_rows` rows of all ranks' parts."""
+        """Returns the bytes read and written to sum `num_rows` rows over all ranks."""
         parts = self.num_ranks * self.partial_itemsize + self.result_itemsize
         return num_rows * self.N * parts
 
     @property
     def one_shot_bytes(self) -> int:
-        """Returns the bytes that a rank sends if it sends all rows to every peer."""
+        """Returns the bytes that a rank sends if every peer gets all its rows."""
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     def moved_bytes(self, itemsize: int) -> float:
-        """Returns the least bytes that each rank must send (and receive) for the op.
+        """Returns the minimum number of bytes that each rank sends in this op.
 
         The array that is gathered or summed has `itemsize` bytes per element.
         """
@@ -120,7 +120,7 @@ class Workload:
 
 
 def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
-    """Returns the seconds of a GEMM at the full rate, and by a vendor's library.
+    """Returns a GEMM's seconds at the peak rate and in a vendor's library.
 
     `part` has the rates of one rank.
     """
@@ -140,7 +140,8 @@ class _Tiling(NamedTuple):
 
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
     """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
-    # A multiprocessor has the rate with which a GEMM of 8192^3 takes its measured time.
+    # The rate of one multiprocessor, computed from the time of a GEMM of 8192^3, which
+    # takes `waves` rounds of tiles.
     waves = math.ceil(_ANCHOR_TILES / hardware.processors)
     rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
     found = []
@@ -167,7 +168,7 @@ class Processors:
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
         """Simulates a GEMM kernel on the next stream; returns its start and end time.
 
-        Its operands are available at the time `available`.
+        The operands of the GEMM are available at the time `available`.
         """
         start = max(available, self._streams.popleft()) + self._hardware.launch_s
         tiling = _tile(self._hardware, gemm, self._count, self._itemsize)

@@ -17,8 +17,8 @@ from jax_ub._src.prediction.replay import end_s, timeline
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Ops that run a local GEMM and a collective of an activation or a gradient of the same
-# layer, concurrently where possible: {op: collective}. "matmul" communicates nothing.
+# Ops that run a local GEMM and, concurrently if possible, a collective of an activation
+# or a gradient of the same layer: {op: collective}. "matmul" runs no collective.
 _CONCURRENT = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -26,10 +26,10 @@ _CONCURRENT = {
     "matmul": "all_gather",
 }
 OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT)
-# The machine for which calls are predicted if the cost model does not know their GPUs.
+# The machine that is assumed if the cost model does not know the GPUs of a call.
 _ASSUMED = "h100"
-# How long a host takes to enqueue one launch. Measured on one H100: 154 to 254 us for
-# calls of 19 to 36 launches (docs/gpu/2026-11-27).
+# Seconds that a host takes to enqueue one kernel launch. Measured on one H100: 154 to
+# 254 us for calls of 19 to 36 launches (docs/gpu/2026-11-27).
 _ENQUEUE_S = 7.5e-6
 
 
@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def is_slower_than_xla(self) -> bool:
-        """Returns whether XLA should run the call on GPUs if its method is "auto".
+        """Returns whether a call with method "auto" should run in XLA on these GPUs.
 
         Only a GEMM that overlaps its own communication is left to XLA. For other calls,
         the predictions differ only by the assumed efficiencies of the collectives.
@@ -137,7 +137,7 @@ def estimate(  # noqa: PLR0913, the call and the machine
 
 
 def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
-    """Predicts a call that the engine runs, also if "auto" would leave it to XLA."""
+    """Predicts a call as the engine runs it, even if "auto" would select XLA."""
     M, K, N, P = sizes
     itemsize, is_product = np.dtype(dtype).itemsize, op in PRODUCTS
     gathered_dtype = dtype if gathered_dtype is None else gathered_dtype
@@ -145,9 +145,8 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         *(_CONCURRENT.get(op, op), M, K, N if is_product else K),
         num_ranks=1 if op == "matmul" else P,
         itemsize=itemsize,
-        # CPUs exchange the partial sums of products in f32. GPUs round them to the
-        # dtype of the operands before they send them, and those of FP8 products to 16
-        # bits.
+        # CPUs exchange partial sums of products in f32. GPUs first round them to the
+        # dtype of the operands, or to 16 bits for FP8 operands.
         partial_itemsize=4 if machine.is_host and is_product else max(itemsize, 2),
         gathered_itemsize=np.dtype(gathered_dtype).itemsize,
     )
@@ -187,18 +186,19 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
 
 
 def _with_seconds(found, work, run, machine):
-    """Adds the time of a call to a prediction of its parts."""
+    """Adds the duration of the whole call to a prediction of its parts."""
     seconds, num_launches = found.library_gemm_s, 0
     if run.method is Method.XLA:
         seconds = found.plain_s
     elif run.method is Method.DIRECT and found.op != "wgrad":
-        # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
-        # collective has only transfers. A barrier follows. A wgrad has only its GEMM.
+        # On a host, a GEMM reads the peers' memory in place, without transfers, and a
+        # collective consists of transfers only. A barrier follows. A wgrad has only its
+        # GEMM.
         seconds += machine.launch_s if work.has_product else found.wire_s
         seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
     elif run.method is not Method.DIRECT:
         spans = timeline(work, machine, run)
-        # In a one-shot all-reduce, the kernel that sums also puts the data.
+        # A one-shot all-reduce sends and sums the data in a single kernel.
         is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
         num_launches = sum(not is_one_shot or span.kind != "put" for span in spans)
         if work.has_product:
@@ -252,7 +252,7 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
 
 
 def _as_run(work, choice, machine) -> MethodChoice:
-    """Returns the method and options by which the machine's engine runs a call."""
+    """Returns the method and options with which the machine's engine runs a call."""
     method = choice.method
     gathers_x = work.gathers and work.has_product and not machine.is_host
     if gathers_x and work.gathered_itemsize != work.itemsize:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from jax_ub._src.errors import UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions
 
-# The fractions of the peak FLOP/s and memory bandwidth in its datasheet that an H200
-# reaches in GEMMs and copies.
+# The fractions of the datasheet's peak FLOP/s and memory bandwidth that GEMMs and
+# copies reach on an H200.
 _GEMM_SHARE = 788 / 989.4
 _MEMORY_SHARE = 4.3 / 4.8
 # The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
@@ -67,9 +67,10 @@ class Hardware:
         return self.processors == 0
 
     def vendor_collective_s(self, wire_s: float) -> float:
-        """Returns the seconds of a vendor's collective of the bytes of `wire_s`.
+        """Returns the seconds of a collective of the vendor's library.
 
-        `wire_s` are the seconds in which they are sent at the full bandwidth.
+        `wire_s` is the number of seconds in which the same bytes are sent at the full
+        bandwidth.
         """
         return wire_s / self.collective_share + self.collective_s
 
@@ -127,8 +128,8 @@ HARDWARE: Mapping[str, Hardware] = {
         _gpu("h100", 989.4e12, 450e9, 3.35e12, 132),
         _gpu("h200", 989.4e12, 450e9, 4.8e12, 132),
         _gpu("b200", 2250e12, 900e9, 8.0e12, 148),
-        # "cpu": two cores with AVX2. The options --gflops and --copy-gbs of
-        # `python -m jax_ub simulate` replace the first two rates.
+        # "cpu" describes two cores with AVX2. The options --gflops and --copy-gbs of
+        # `python -m jax_ub simulate` replace its first two rates.
         host(170e9, 20e9, 172e9),
     )
 }
@@ -141,7 +142,7 @@ def name_of_kind(device_kind: str) -> str | None:
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine of a name such as "h100", or a given `Hardware` unchanged."""
+    """Returns the `Hardware` of a name such as "h100", or a given `Hardware`."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

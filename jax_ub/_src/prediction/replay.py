@@ -26,7 +26,7 @@ Step = Any  # a step of a rank's schedule, as documented in `jax_ub/_cpu.pyi`
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A simulated step, with its start and end in seconds. On a GPU, it is a launch."""
+    """A simulated step of a schedule (a launch on a GPU), with its times in seconds."""
 
     kind: str
     chunks: tuple[int, ...]
@@ -35,14 +35,15 @@ class Span:
 
 
 def timeline(work: Workload, machine: Hardware, choice: MethodChoice) -> list[Span]:
-    """Simulates a call by a method that has a schedule; returns a rank's timed steps.
+    """Simulates a call by its schedule; returns one rank's steps with their times.
 
     Of the options of `choice`, the number of splits, the variant of the schedule and,
     on GPUs, the number of streams for GEMMs have an effect.
     """
     num_splits, options = 1, choice.kernel_options
     if choice.method is Method.PIPELINE:
-        # The default must equal `DefaultSplits` in csrc/engine/*/*_device.h.
+        # The default number of splits must equal `DefaultSplits` in
+        # csrc/engine/*/*_device.h.
         is_whole = work.gathers and not machine.is_host
         num_splits = choice.num_splits or (1 if is_whole else DEFAULT_SPLITS)
     schedule = cpu_engine.load().schedule
@@ -77,7 +78,7 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """The state of a simulated rank, which each step updates.
+    """The state of a simulated rank. Each step of the schedule updates it.
 
     The kinds of steps that take time are methods.
     """
@@ -89,11 +90,13 @@ class _Rank:
         self._hardware, self._gpu = machine.shared_by(work.num_ranks), None
         if not machine.is_host:
             self._gpu = Processors(machine, num_streams, work.itemsize)
-        # A one-shot all-reduce, which puts all chunks at once, sends, waits and sums in
-        # one kernel. Otherwise, a GPU launches these steps one after the other.
+        # A one-shot all-reduce sends, waits and sums in a single kernel, with a single
+        # put for all chunks. In all other schedules, a GPU launches each step
+        # separately.
         is_one_kernel = any(s.kind == "put" and s.chunk == ALL_CHUNKS for s in steps)
         self._launch_s = 0.0 if machine.is_host or is_one_kernel else machine.launch_s
-        # The end of the last step of a GPU's communication stream or a host's thread.
+        # The time at which the last step on a GPU's communication stream, or on a
+        # host's thread, has ended.
         self._clock = 0.0
         self._has_waited_for_free_slots = False
         # The times at which peers have filled this rank's slots.
@@ -166,7 +169,7 @@ class _Rank:
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
 
     def _run(self, step, ready, seconds):
-        """Runs a step after `ready` and the previous step; returns its end."""
+        """Runs a step after the previous step and time `ready`; returns its end."""
         start = max(ready, self._clock)
         self._clock = start + seconds
         self.spans.append(Span(step.kind, (step.chunk,), start, self._clock))

@@ -64,7 +64,7 @@ class Execution:
 
     @property
     def on_one_rank(self) -> "Execution":
-        """Returns the settings of a call whose mesh axis has only one rank.
+        """Returns a copy of these settings for a mesh axis with only one rank.
 
         Such a call runs its GEMMs and communicates nothing.
         """
@@ -79,7 +79,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """The op and options of a call, without operands: a JAX primitive's parameter.
+    """An op and its options, but not its operands: the parameter of a JAX primitive.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.
@@ -87,31 +87,33 @@ class Call:
 
     target: ClassVar[str]
     primitive: ClassVar[Primitive]
-    # Whether the collective is an all-gather. Otherwise it sums over the ranks.
+    # Whether the collective of the call is an all-gather. Otherwise it sums over the
+    # ranks.
     gathers: ClassVar[bool] = False
     # Whether the call is a collective without a GEMM.
     communicates_only: ClassVar[bool] = False
-    # Whether the call only prepares another one: for example, ranks agree on an FP8
-    # scale. If XLA computes it instead, `ub.fallbacks` does not report it, because the
-    # call overlaps with no GEMM.
+    # Whether the call only prepares another call, as when ranks agree on an FP8 scale.
+    # Such a call overlaps with no GEMM, so `ub.fallbacks` does not report it if XLA
+    # computes it.
     is_auxiliary: ClassVar[bool] = False
     # Whether all ranks get equal results, as from an all-reduce.
     replicates: ClassVar[bool] = False
     # Whether the GEMMs contract rows (tokens), as in the gradient of a kernel. Such a
-    # call sums over the batch axes of its activations, so `jax.vmap` loops. Otherwise
-    # the results have these batch axes, too, and `jax.vmap` adds one.
+    # call also sums over the batch axes of its activations, so `jax.vmap` runs it in a
+    # loop. The results of other calls keep the batch axes, and `jax.vmap` adds one.
     contracts_rows: ClassVar[bool] = False
-    # The names of the fields that become FFI attributes of only this target's custom
-    # call.
+    # The names of the fields that become FFI attributes of this custom call and no
+    # other.
     option_names: ClassVar[tuple[str, ...]] = ()
 
     execution: Execution
-    # If an operand of the GEMMs is FP8, the last `num_scales` operands of the primitive
-    # are the scales of the GEMMs' operands, in the same order. Otherwise it is 0.
-    # Except for `split` and `plain`, methods of this class get no scales as operands.
+    # Number of FP8 scale arrays. If an operand of the GEMMs is FP8, the scales of all
+    # GEMM operands follow the other operands of the primitive, in the same order.
+    # Otherwise it is 0. Of the methods of this class, only `split` and `plain` take the
+    # scales as operands.
     num_scales: int = 0
-    # Whether there is a scale per row, column or block. Otherwise there is one per
-    # tensor, with shape [1], which is equal on all ranks that share the tensor.
+    # Whether each row, column or block has a separate scale. Otherwise a tensor has one
+    # scale, an array of shape [1] that is equal on all ranks that share the tensor.
     has_row_scales: bool = False
 
     def __init_subclass__(cls):
@@ -149,7 +151,7 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the operand indices of weight kernels that may be stored transposed.
+        """Returns the indices of operands that are kernels, possibly transposed.
 
         `rhs_transposed` states whether they are. Empty for calls without this option.
         """
@@ -161,14 +163,14 @@ class Call:
         return operands[:size], operands[size:]
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Returns shape and dtype of each result, from the operands' avals.
+        """Returns (shape, dtype) of each result, given the operands' avals.
 
         The gathered scales of `AllGatherMatmul` are left out.
         """
         raise NotImplementedError
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns those FP8 scales that the call all-gathers together with an array.
+        """Returns the FP8 scales that the call all-gathers together with an array.
 
         Empty if the call does not return a gathered FP8 array with several scales.
         """
@@ -181,7 +183,7 @@ class Call:
         raise NotImplementedError
 
     def plain(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes the call in plain `jax.lax`; the last operands are FP8 scales."""
+        """Computes the call in plain `jax.lax`. The last operands are FP8 scales."""
         others, scales = self.split(operands)
         return self.reference(*others, scales=scales)
 
@@ -260,7 +262,7 @@ class Call:
     def __call__(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> tuple[jax.Array, ...]:
-        """Runs the op: binds the primitive, or computes plain JAX if that is chosen.
+        """Binds the primitive of the op, or computes plain JAX if the method is "xla".
 
         With one rank, runs only the GEMMs: there is nothing to communicate.
 
@@ -280,9 +282,9 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # The method "xla" needs no primitive, unless a tuned file chooses JAX's Pallas
-        # kernel. Then "xla" runs only if the kernel cannot, which the lowering rule of
-        # the primitive finds out.
+        # Method "xla" computes plain JAX without the primitive. If a tuned file chooses
+        # JAX's Pallas kernel, "xla" is only the fallback: the lowering rule of the
+        # primitive decides whether the kernel can run.
         if call.method is Method.XLA and call.choice.pallas is None:
             if self.axis_name and not self.execution.is_mapped:
                 operands = tuple(
@@ -339,15 +341,16 @@ def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, in
 def _make_primitive(target):
     primitive = Primitive(target)
     primitive.multiple_results = True
-    # This compiles a call outside of jax.jit, also under `jax.disable_jit`. A jitted
-    # function that binds the primitive would not do: under `jax_debug_nans` JAX calls
-    # a jitted function with a NaN in its result again op by op, so it would recurse.
+    # xla.apply_primitive compiles a call outside of jax.jit, even under
+    # `jax.disable_jit`. A jitted function that binds the primitive cannot be used: if
+    # its result contains a NaN, JAX calls it again op by op under `jax_debug_nans`,
+    # which would recurse.
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(_abstract_eval)
     batching.fancy_primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
-    # Without caching, JAX lowers each call site, so that the lowering log has all
-    # calls.
+    # Caching is disabled so that JAX lowers each call site, and the lowering log has
+    # all calls.
     mlir.register_lowering(primitive, lowering.lower, cacheable=False)
     return primitive
 
@@ -379,7 +382,7 @@ def _batch(axis_data, operands, dims, *, call):
     def is_activation(index):
         if index < num_operands:
             return call.is_activation(index)
-        # Scales per row must have the same batch axes as the operand they belong to.
+        # The scales of rows have the batch axes of the operand to which they belong.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
     if not call.contracts_rows and all(map(is_activation, mapped)):

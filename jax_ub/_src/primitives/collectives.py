@@ -55,7 +55,7 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
 
 
 class AllGatherMaxima(AllGather):
-    """All-gathers the small arrays of which `all_reduce_max` computes the maximum."""
+    """All-gathers small arrays, of which `all_reduce_max` then computes the maximum."""
 
     is_auxiliary = True
 
@@ -72,7 +72,7 @@ def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
         return lax.pmax(x, axes)
     call = AllGatherMaxima(
         execution=Execution(
-            # The label distinguishes this call from the layer's call, which may
+            # The label distinguishes this all-gather from the layer's call, which may
             # all-gather an operand, too.
             label=f"FP8 scale of {execution.label}",
             choice=MethodChoice(Method.AUTO),
@@ -162,7 +162,7 @@ def all_reduce(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the sum of `x` over the ranks, plus bias and residual.
+    """Sums `x` over the ranks, and adds an optional bias and residual once.
 
     Args:
         execution: ranks, method and label.
@@ -268,7 +268,7 @@ def bulk_all_gather(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkReduceScatter(Call):
-    """Computes dw_i = main_grad_i + x^T dy_i; concurrently reduce-scatters an array.
+    """Computes dw_i = main_grad_i + x^T dy_i and concurrently reduce-scatters an array.
 
     Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
     summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.

@@ -38,19 +38,19 @@ from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES, heap_bytes
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# Minimum size of a call's workspace. The workspace is a result of the custom call, and
-# XLA has no results of 0 bytes.
+# Minimum size of a call's workspace, which is a result of the custom call. XLA does not
+# support results of 0 bytes.
 _LEAST_BYTES = 1
-# Whether XLA may run a call in a scan twice, unless an optimization barrier follows it
-# (JAX 0.11). XLA fuses the call with the dynamic-update-slice that saves its result,
-# and runs it again for other users of the result. The result of a weight gradient has
-# no other users, so it needs no barrier.
+# Whether XLA may run a call in a scan twice, unless an optimization barrier follows the
+# call (JAX 0.11). XLA fuses the call with the dynamic-update-slice that saves its
+# result, and runs the call again for other users of the result. The result of a weight
+# gradient has no other users, so that call needs no barrier.
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def _lower_on_cpu(ctx, *operands, call):
-    # Checks again that the communication buffers are large enough, because
-    # `initialize_ub`, which allocates them, may have run after tracing.
+    # The sizes of the communication buffers are checked again, because `initialize_ub`,
+    # which allocates the buffers, may have run after tracing.
     avals, _ = call.split(ctx.avals_in)
     check_capacity(call, avals)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
@@ -70,9 +70,9 @@ def _lower_on_cpu(ctx, *operands, call):
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
-    # By the generation, the engine rejects a program that was lowered for an earlier
-    # communicator. An exported program, which has "devices", is not checked: another
-    # process may run it.
+    # The generation is the number of the communicator for which the program is lowered.
+    # The engine rejects programs of an earlier communicator. An exported program, which
+    # has "devices", has no generation, because another process may run it.
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)
@@ -98,8 +98,8 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if call.execution.is_of_one_rank and call.method is Method.AUTO:
-        # On one rank, there is no communication to overlap. XLA can tune an ordinary
-        # GEMM and fuse it with neighboring operations.
+        # On one rank, there is no communication to overlap. XLA can tune its own GEMM
+        # and fuse it with neighboring operations.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
     why_not_pallas = ""
@@ -160,10 +160,10 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    # XLA may move or merge these calls, unlike on CPUs. This is safe, because all ranks
-    # run the same compiled program. If the call had a side effect, XLA of JAX 0.11
-    # would run a call inside a scan twice: in the fusion that slices its operands, such
-    # as the layers' stacked kernels, and outside it.
+    # The calls on GPUs have no side effect, so XLA may move or merge them, which is
+    # safe because all ranks run the same compiled program. With a side effect, XLA of
+    # JAX 0.11 would run a call inside a scan twice: in the fusion that slices its
+    # operands, such as the layers' stacked kernels, and outside it.
     *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
     if prediction is not None:
         _tell_scheduler(workspace.owner, prediction.seconds)
@@ -177,7 +177,7 @@ def _behind_barrier(results):
 
 
 def _instead_of_pallas(call, reason):
-    """Returns why the call's method runs instead of JAX's Pallas kernel, as text."""
+    """Returns a text: why the call's method runs instead of JAX's Pallas kernel."""
     choice = dataclasses.replace(call.choice, pallas=None)
     return (
         f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "
@@ -186,7 +186,7 @@ def _instead_of_pallas(call, reason):
 
 
 def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
-    """Lowers a call for the program's platform. For several platforms, uses plain JAX.
+    """Lowers a call for the program's platform, or to plain JAX for several platforms.
 
     A rule for each platform would not do: for several platforms, JAX 0.10 to 0.12 can
     only lower primitives with one rule, unless it caches the lowering.
@@ -231,7 +231,7 @@ def _lower_to_reference(ctx, operands, call, reason):
 
 
 def _emit(ctx, operands, call, attributes, *, has_side_effect):
-    """Emits the custom call; exported programs also pass it XLA's partition id."""
+    """Emits the custom call. Exported programs also pass XLA's partition id to it."""
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=has_side_effect,
@@ -247,8 +247,8 @@ def _emit(ctx, operands, call, attributes, *, has_side_effect):
 def _tell_scheduler(operation, seconds):
     """Tells XLA's latency-hiding scheduler how long a custom call takes.
 
-    It assumes almost no time for other custom calls on Hopper and Blackwell, so it
-    would not hide collectives behind them.
+    On Hopper and Blackwell, the scheduler assumes that custom calls without this time
+    take almost none, so it would not hide collectives behind them.
     """
     latency = ir.StringAttr.get(str(round(1e9 * seconds)))
     operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
@@ -286,8 +286,8 @@ def _partition_attribute(ctx, ranks):
 
 
 def _channel(ctx, ranks):
-    # The engines of all processes identify calls that belong together by this text: the
-    # name of the HLO module and a channel number. Both are equal in every process.
+    # The channel is the name of the HLO module and a number, which are equal in every
+    # process. By this text, the engines of different processes match calls.
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]
@@ -311,7 +311,7 @@ def check_capacity(call: Call, operands: Sequence[Any]) -> None:
 
 
 def _why_no_room(call, operands, *, needs_buffers):
-    """Returns why a call exceeds the buffers of its mesh axis; None if it fits."""
+    """Returns why a call exceeds the buffers of its mesh axis, or None if it fits."""
     initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
         return None
@@ -323,7 +323,7 @@ def _why_no_room(call, operands, *, needs_buffers):
 
 
 def _cuda_method(call):
-    """Returns the method by which the CUDA engine runs a call. Never "auto".
+    """Returns the method that the CUDA engine runs for a call, which is never "auto".
 
     A local GEMM always has method "direct".
     """
@@ -401,9 +401,9 @@ def _why_no_fp8(ctx, call, ranks):
     num_results = len(ctx.avals_out) - len(call.gathered_scales(scales))
     sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
-        # The GEMM contracts the rows of all ranks. An operand that the call gathers has
-        # only this rank's rows. The contracted size is therefore the largest number of
-        # rows of any operand.
+        # The contracted size of a wgrad is the number of rows of all ranks. An operand
+        # that the call all-gathers has only this rank's rows, so the size is taken from
+        # the operand with the most rows.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
     multiple = cuda_engine.load().fp8_multiple
     for size in sizes:
@@ -418,7 +418,7 @@ def _why_no_fp8(ctx, call, ranks):
 def _with_converted_kernels(ctx, operands, call, *, transposes):
     """Converts FP8 kernels to scales and a layout that cuBLASLt multiplies.
 
-    It does not multiply by scales that change along the contracted axis. With
+    cuBLASLt does not multiply by scales that change along the contracted axis. With
     `transposes`, kernels become [out, in], so that the contracted axis is contiguous.
     The engine would convert the kernels, too, but once for each chunk.
     """

@@ -49,7 +49,7 @@ class SummedMatmul(Call):
         return range(self.num_pairs, 2 * self.num_pairs)
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Sums the f32 product over the ranks; the base class returns it unchanged."""
+        """Reduces the f32 product over the ranks. The base class does not reduce."""
         return partial
 
     def shapes(self, x, *others):
@@ -93,9 +93,9 @@ class Matmul(SummedMatmul):
         return overwritten(operands, len(operands) - 1, self.out_dtype)
 
     def tuned_op(self, operands):
-        # Only GEMMs that the `tune` command measures have a key. A tuned algorithm is
-        # an index into the list that cuBLASLt proposes for a GEMM, which depends on
-        # layouts, dtypes and addends.
+        # Only GEMMs that the `tune` command measures have a key. cuBLASLt proposes a
+        # list of algorithms for each combination of layouts, dtypes and addends, and a
+        # tuned file has an index into this list.
         dtype = operands[0].dtype
         if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
             return None
@@ -106,7 +106,7 @@ class Matmul(SummedMatmul):
 
 
 class MatmulReduceScatter(SummedMatmul):
-    """Computes this rank's rows of scale * sum_ranks sum_i x_i w_i + bias + residual.
+    """Computes scale * sum_i x_i w_i + bias + residual, reduce-scattered over ranks.
 
     Bias and residual are added to this rank's rows, [..., m, N].
     """
@@ -121,7 +121,7 @@ class MatmulReduceScatter(SummedMatmul):
 
 
 class MatmulAllReduce(SummedMatmul):
-    """Computes scale * sum_ranks sum_i x_i w_i + bias + residual on every rank.
+    """Computes scale * sum_i x_i w_i + bias + residual, all-reduced over the ranks.
 
     Bias and residual are added once, after the reduction, so they and the result are
     the same on every rank.
@@ -149,7 +149,7 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     scale: float = 1.0,
     out_dtype,
 ) -> jax.Array:
-    """Computes scale * sum_i x_i w_i, reduced over ranks, plus bias and residual.
+    """Computes scale * sum_i x_i w_i, summed over the ranks, plus bias and residual.
 
     Args:
         kind: the class of the call.
@@ -272,8 +272,8 @@ class AllGatherMatmul(Call):
         return overwritten(operands, len(operands) - self.num_kernels, self.out_dtype)
 
     def is_activation(self, index):
-        # Operands are x, kernels, biases and residuals. Of these, only x and the
-        # residuals have tokens as rows.
+        # The operands are x, kernels, biases and residuals, in this order. Only x and
+        # the residuals have tokens as rows.
         return index == 0 or index > self.num_kernels * (1 + self.has_bias)
 
     def global_sizes(self, operands):
@@ -352,7 +352,8 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        # All dy_i are gathered together, like one array of their total width.
+        # All dy_i are all-gathered together, as one array with the features of all of
+        # them.
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 

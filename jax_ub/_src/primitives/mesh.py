@@ -22,9 +22,10 @@ from jax_ub._src.errors import (
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 
-# The advice to run a call as plain `jax.lax`. Some ops have no argument `method`.
+# Advice to run a call as plain `jax.lax`, for errors. Ops without an argument `method`
+# need the environment variable.
 RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'
-# Part of the error about an axis that is not in scope.
+# Part of the error about an axis name that is not in scope.
 NOT_MANUAL = "is not a manual mesh axis"
 
 
@@ -83,7 +84,7 @@ def are_manual(axes: tuple[str, ...]) -> bool:
 def are_mapped(axes: tuple[str, ...]) -> bool:
     """Returns whether an enclosing `jax.vmap` has an axis with one of these names.
 
-    It hides a mesh axis of an outer `shard_map`. The result is False inside a
+    Such an axis hides a mesh axis of an outer `shard_map`. The result is False inside a
     `jax.jit` that `jax.vmap` maps, which is only known later.
     """
     sizes = []
@@ -102,12 +103,12 @@ def are_mapped(axes: tuple[str, ...]) -> bool:
 
 
 def refuse_hidden_axes(label: str, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Returns x; raises an error if a `jax.vmap` with an axis of this name maps it.
+    """Returns x, or raises an error if `jax.vmap` maps x over an axis of this name.
 
-    A `custom_vjp` needs it around plain `jax.lax`: the forward rule would communicate
-    over the axis of `jax.vmap`, but the gradient would be that of ranks of the mesh
-    axis. Unlike `are_mapped`, it also finds the axis if `jax.vmap` maps a `jax.jit`. It
-    adds nothing to the compiled program.
+    A `custom_vjp` needs this check around plain `jax.lax`: the forward rule would
+    communicate over the axis of `jax.vmap`, but the gradient would be that of ranks of
+    the mesh axis. Unlike `are_mapped`, the check also finds the axis if `jax.vmap` maps
+    a `jax.jit`. It adds nothing to the compiled program.
     """
     return _refuse_hidden_axes_p.bind(x, label=label, axes=axes)
 
@@ -162,8 +163,8 @@ def check_manual(label: str, operands: Sequence[jax.core.ShapedArray]) -> None:
 class Ranks:
     """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
-    # Global device ids as i64: table[group * P + rank], with P ranks in each group.
-    # Empty for a local op, which communicates nothing.
+    # Global device ids as i64: table[group * P + rank], with P ranks per group. Empty
+    # if the op communicates nothing.
     table: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     reason: str | None = None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
@@ -173,7 +174,7 @@ class Ranks:
     # Whether `table` and `ids` contain XLA's partition ids instead of device ids,
     # because the mesh is abstract.
     are_partitions: bool = False
-    # All devices of the mesh; empty if there is no mesh or it is abstract.
+    # All devices of the mesh. Empty if there is no mesh or it is abstract.
     devices: tuple[jax.Device, ...] = ()
 
 
@@ -203,7 +204,7 @@ def find_ranks(
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if any(map(has_symbolic_sizes, ctx.avals_in)):
         # jaxlib may crash if a custom call has symbolic sizes. `Ranks.reason` makes the
-        # lowering use plain JAX instead of a custom call.
+        # lowering rule use plain JAX instead.
         return Ranks(
             reason="it is exported with symbolic sizes, and inside jax.shard_map XLA "
             "cannot find the sizes of a custom call; export it once for each size"
@@ -214,8 +215,8 @@ def find_ranks(
         return Ranks(devices=devices)
     if is_abstract:
         if takes_partitions and jax.process_count() == 1:
-            # An abstract mesh has no device ids. XLA's partition ids, which are the
-            # positions in the mesh, replace them.
+            # An abstract mesh has no device ids. They are replaced by XLA's partition
+            # ids, which are the positions of devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
             table = np.array(rank_groups(mesh, axes, ids), np.int64)
             return Ranks(table.reshape(-1), ids=ids, are_partitions=True)

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from jax_ub._src.primitives.matmuls import AllGatherMatmul
     from jax_ub._src.primitives.mesh import Ranks
 
-# The compute capability of Hopper GPUs. Only these have the instructions that the
-# kernel uses (wgmma).
+# Compute capability of Hopper GPUs. Only Hopper has the matrix instructions (wgmma)
+# that the Pallas kernel uses.
 _HOPPER = "9.0"
 DTYPES = ("bfloat16", "float16")
-# The kernel loads its operands in steps of _TILE_K columns, _STEPS of them in flight.
-# The operands of all `PALLAS_TILES` then fit into the 227 KiB of shared memory.
+# The kernel loads its operands in steps of _TILE_K columns, and has _STEPS of these
+# loads in flight. With these values, the operands of each of `PALLAS_TILES` fit into
+# the 227 KiB of shared memory of a multiprocessor.
 _TILE_K = 64
 _STEPS = 4
 _GRID_TILE_WIDTH = 8
@@ -118,9 +119,9 @@ def why_not_call(
             ctx.module_context.lowering_parameters.for_export,
             "it is not part of an exported program",
         ),
-        # A kernel that waits for its peers occupies multiprocessors, and this one needs
-        # all of them. If one rank starts this kernel first, and another rank starts a
-        # collective of XLA, both wait forever.
+        # The Pallas kernel occupies all multiprocessors while it waits for its peers.
+        # If one rank starts this kernel first, and another rank starts a collective of
+        # XLA first, both wait forever.
         (
             not settings.orders_collectives(),
             "XLA may run a collective at the same time, and both would wait for each "

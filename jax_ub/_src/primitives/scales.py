@@ -16,7 +16,7 @@ Operand = jax.Array | ScaledArray
 def scales_of(
     activations: Sequence[Operand], kernels: Sequence[Operand] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the scale array of each GEMM operand. Empty if no operand is FP8.
+    """Returns the FP8 scales of each GEMM operand, or () if no operand is FP8.
 
     A wide operand has the scale 1. A scale that is a scalar belongs to a tensor, and
     has shape [1] here. If another operand has scales of rows or blocks, it is repeated
@@ -66,7 +66,7 @@ def with_scales(
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
-    """Wraps the all-gathered values of x in a `ScaledArray` if x is FP8.
+    """Wraps all-gathered FP8 values in a `ScaledArray`, if x is a `ScaledArray`.
 
     `scales` has the gathered scales, unless x has one scale for the tensor.
     """

@@ -32,7 +32,7 @@ def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
 
 
 def pcast_varying(tree: Any, axes: Iterable[str]) -> Any:
-    """Casts all arrays of a tree so that they also vary over the mesh axes `axes`.
+    """Casts all arrays of a tree to vary over the mesh axes `axes`, in addition.
 
     The transpose sums over the new axes.
     """
@@ -50,7 +50,7 @@ def _pcast_varying(value, *, axes):
 
 
 def is_sharded(tree: Any) -> bool:
-    """Returns whether the type of any array is sharded over explicit mesh axes."""
+    """Returns whether an array of the tree is sharded over explicit mesh axes."""
     return any(any(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree))
 
 
@@ -71,20 +71,20 @@ def unsharded(tree: Any) -> Any:
 
 
 def with_sharding(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Gives a result of `unsharded` operands an explicit sharding in its type again."""
+    """Restores an explicit sharding in the type of a result of `unsharded` operands."""
     if sharding.mesh.size != 1 or not any(sharding.spec):
         return value
     return jax.sharding.reshard(value, sharding)
 
 
 def with_rows_of(x: jax.core.ShapedArray, y: jax.Array) -> jax.Array:
-    """Gives a result of `unsharded` operands the explicit sharding of the rows of x."""
+    """Restores the explicit sharding of the rows of x in the type of a result y."""
     rows = x.sharding.spec[:-1][: y.ndim]
     return with_sharding(y, x.sharding.update(spec=PartitionSpec(*rows)))
 
 
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts `value`, which is equal on all ranks of `axes`, to be replicated there."""
+    """Casts a value that is equal on all ranks of `axes` from varying to replicated."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
@@ -99,7 +99,7 @@ def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
-    """Makes a primitive that only changes over which mesh axes its operand varies.
+    """Makes a primitive that changes only the mesh axes over which its operand varies.
 
     Args:
         name: the name of the primitive.
@@ -123,7 +123,7 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
 
 
 # `_vary_p` is `jax.lax.pcast(to="varying")` for mesh axes of size 1. Its transpose,
-# `_same_p`, communicates nothing. JAX would transpose its own cast to an all-reduce.
+# `_same_p`, communicates nothing, whereas JAX transposes its own cast to an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
