@@ -56,11 +56,12 @@ def dot_general(  # noqa: PLR0913, options of a layer
 
         nn.Dense(features, dot_general=ub.dot_general("column"))
 
-    It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, and shards
-    them over the mesh by itself. Inside `jax.shard_map` it multiplies one rank's
-    shards. A kernel `[N, K]`, contracted over its last dimensions, is read in place. If
-    a library such as Qwix intercepts `jax.lax.dot_general`, JAX computes the product
-    without overlap, and `ub.fallbacks` lists the call. Transformer Engine: none.
+    The returned function multiplies global arrays x `[..., tokens, K]` and kernel
+    `[K, N]`, and shards them over the mesh by itself. Inside `jax.shard_map`, it
+    multiplies one rank's shards. A kernel `[N, K]`, contracted over its last
+    dimensions, is read in place. If a library such as Qwix intercepts
+    `jax.lax.dot_general`, JAX computes the product without overlap, and `ub.fallbacks`
+    lists the call. Transformer Engine: none.
 
     Args:
         kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
@@ -144,7 +145,7 @@ class Contraction:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """Replaces `jax.lax.dot_general` in dense layers; overlaps GEMM and collective.
+    """Replaces `jax.lax.dot_general` in dense layers, overlapping GEMM and collective.
 
     A dense layer contracts the last dimensions of x with the first or the last
     dimensions of the kernel. On global arrays, `jax.lax.dot_general` computes all other
@@ -215,8 +216,8 @@ class DotGeneral:
             out_sharding = _whole_features(lhs, contraction)
         if contraction is not None and rhs.ndim - contraction.num_in > 1:
             # A kernel with several output dimensions computes attention heads, and each
-            # rank needs all tokens for attention. An overlapped layer would gather the
-            # tokens, so this fallback gathers them, too.
+            # rank needs all tokens for attention. This fallback gathers the tokens, as
+            # an overlapped layer does.
             lhs = _whole_tokens(lhs, self.sharding_layout)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
@@ -244,9 +245,9 @@ class DotGeneral:
         return reason
 
     def check_may_fall_back(self, reason: str, fix: str) -> None:
-        """Raises an error if plain JAX must not replace the overlapped product.
+        """Raises an error unless plain JAX may compute the product without overlap.
 
-        It must not if a method is given, or if the arrays are one rank's shards.
+        Plain JAX must not if a method is given, or if the arrays are one rank's shards.
         """
         if not self.sharding_layout.may_fall_back():
             raise UnsupportedOverlapError(f"{self.sharding_layout.op}: {reason}. {fix}")
@@ -266,7 +267,7 @@ class DotGeneral:
         )
 
     def _why_not(self, lhs, rhs, contraction, out_dtype):
-        """Returns why the layer must call `jax.lax.dot_general` itself, or None."""
+        """Returns why JAX must compute the product without overlap, or None."""
         layout = self.sharding_layout
         reason = _why_not_dense(lhs, rhs, contraction, out_dtype)
         if layout.is_local():
@@ -298,7 +299,7 @@ class DotGeneral:
             return str(error).removeprefix(f"{layout.op}: ")
 
     def _warn_of_missing_axes(self, mesh):
-        """Warns once per process and mesh axes if the mesh lacks axes of the layer."""
+        """Warns, once per process, about mesh axes of the layer that the mesh lacks."""
         layout = self.sharding_layout
         try:
             layout.check_axes(mesh)
@@ -343,7 +344,8 @@ class DotGeneral:
         layout.check_kernel_spec(contraction.spec, num_in)
         is_typed = mesh is not None and not explicit_axes(mesh).isdisjoint(layout.axes)
         if is_typed and self.kind == COLUMN:
-            # The type of the result has a sharded dimension for the first output.
+            # In the type of the result, the first output dimension is sharded, so the
+            # ranks must divide it.
             unsharded = dataclasses.replace(layout, fsdp_axes=())
             unsharded.check_features(contraction.features, mesh)
         num_rows = kernel.ndim - num_in if contraction.rhs_transposed else num_in

@@ -18,7 +18,7 @@ from jax_ub._src.retrofit.selection import EINSUM
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The parsed equation of an einsum `y = x, kernel`: a label (letter) per dimension.
+    """An einsum equation "x,kernel->y", parsed to one label (letter) per dimension.
 
     The einsum is a dense layer if each label occurs in exactly two of x, kernel and y.
     Then x can be transposed to `[*lead, *ins]`, the kernel to `[*ins, *outs]` and y to
@@ -86,7 +86,7 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """Replaces `jax.numpy.einsum` in dense layers; overlaps GEMM and collective.
+    """Replaces `jax.numpy.einsum` in dense layers, overlapping GEMM and collective.
 
     Attributes:
         dense: the function that computes the product of a dense layer.
@@ -115,7 +115,7 @@ class Einsum:
         out_sharding=None,
         fp8_state: Any = None,
     ) -> jax.Array:
-        """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's product.
+        """Computes an einsum, overlapped if it is the product of a dense layer.
 
         Sums are f32 whatever `precision` is. `fp8_state` is that of `DotGeneral`.
 

@@ -35,11 +35,12 @@ _EQUATION = re.compile("[^,>]*,[^,>]*->[^,>]*")  # of an einsum of two operands
 
 
 class _Traces:
-    """The traces of `jax.jit` in blocks with equal settings.
+    """The part of JAX's trace cache key that stands for `Overlap` blocks.
 
-    The object is a part of the key of JAX's trace caches. It is compared by identity,
-    which is fast, since each call of a jitted function compares it. `rules` are those
-    of the blocks, and `matched` has the patterns that matched a layer in any trace.
+    Blocks with equal settings share one object. JAX compares keys by the identity of
+    this object, which is fast, since each call of a jitted function compares them.
+    `rules` are the rules of the blocks, and `matched` has the patterns that matched a
+    layer in any trace.
     """
 
     def __init__(self, rules: Mapping[re.Pattern[str], str | None]):
@@ -47,7 +48,7 @@ class _Traces:
         self.matched: set[re.Pattern[str]] = set()
 
     def kind(self, path: str) -> str | None:
-        """Returns the kind of the first rule that matches a path; None without one."""
+        """Returns the kind of the first rule that matches a path, or None."""
         pattern = _first_match(self.rules, path)
         return None if pattern is None else self.rules[pattern]
 
@@ -57,12 +58,12 @@ def _traces_of(groups: tuple[tuple, ...], settings: Hashable) -> _Traces:
     return _Traces(dict(groups[0]))
 
 
-# Traces inside `with Overlap(...)` blocks have the `_Traces` of all of them, from the
-# outermost on, in their cache key. Other traces have ().
+# Adds to the key of JAX's trace caches: the `_Traces` of all enclosing blocks of
+# `with Overlap(...)`, from the outermost on. Outside of such blocks it is ().
 _TRACED_FOR = jax.make_user_context(())
 
-# The module whose method an interceptor overlaps. An interceptor with equal settings in
-# a nested block must not overlap it again.
+# The module whose method is being overlapped. An interceptor with equal settings in a
+# nested block must not overlap the same method again.
 _OVERLAPPED: ContextVar[Any] = ContextVar("_OVERLAPPED", default=None)
 
 
@@ -215,8 +216,9 @@ class Overlap(FixedArguments, KeywordsChecked):
             self._jitted = ".".join(layer.path)
             self._has_jitted = True
         try:
-            # Without the context, JAX would also use a trace of this interceptor
-            # outside, and under interceptors with other settings.
+            # This context is part of the cache key. Without it, JAX would use a trace
+            # of this interceptor also outside the block, and in blocks with other
+            # settings.
             outer = _TRACED_FOR.value
             is_known = self._traces in outer
             with nullcontext() if is_known else _TRACED_FOR((*outer, self._traces)):
@@ -272,7 +274,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         return patterns[pattern]
 
     def _check_shared_trace(self, path):
-        """Warns if the settings of a layer depend on the path of an `nn.jit` module.
+        """Warns if `nn.jit` uses one trace for layers with different settings.
 
         Equal modules with other paths share its trace, and thus the layer's settings.
         """
@@ -296,7 +298,7 @@ class Overlap(FixedArguments, KeywordsChecked):
                 )
 
     def _warn(self):
-        """Warns once about each rule that matched no layer."""
+        """Warns once about each rule that has matched no layer."""
         known = set(self._warned)
         if not self._seen:  # all layers were traced in an earlier block, or none is
             known.update(each.pattern for each in self._traces.matched)
@@ -321,11 +323,11 @@ class Overlap(FixedArguments, KeywordsChecked):
         )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds a layer's sharded parameters, which no rule overlaps, to `ub.fallbacks`.
+        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`.
 
         So the user notices the layer.
         """
-        # Layers of jax_ub.flax.linen, which have a `sharding_layout`, overlap without a
+        # Layers of jax_ub.flax.linen have a `sharding_layout`. They overlap without a
         # rule, so `ub.fallbacks` does not list them.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
@@ -338,11 +340,12 @@ class Overlap(FixedArguments, KeywordsChecked):
             return  # another block overlaps the layer
         parameters = layer.variables.get("params", {})
         arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
-        # A rule that maps to None excludes a layer on purpose.
+        # A user excludes a layer by a rule that maps to None, so this layer is not
+        # reported.
         rule = _first_match(self._rules, path)
         is_selected = rule is not None and self._rules[rule] is not None
-        # The kernel and bias of an overlapped layer at the same path, whose scope the
-        # module shares (`nn.share_scope`).
+        # The parameters of an overlapped layer with the same path: by `nn.share_scope`,
+        # this module may use the scope of the layer.
         known = ("kernel", "bias") if path in self.overlapped else ()
         axes = set(self._sharding_layout.axes)
         why = (
@@ -406,8 +409,8 @@ def _call_dense(dense, state, layer, next_fun, args, kwargs):
     ours: Callable = dataclasses.replace(dense, original=original)
     if state is not None:
         ours = functools.partial(ours, fp8_state=state)
-    # Flax forbids `layer.dot_general = ...` on bound modules. The old value is restored
-    # because the module may be called again outside the block.
+    # Flax forbids `layer.dot_general = ...` on bound modules. The attribute is restored
+    # afterwards, because the module may be called again outside the block.
     object.__setattr__(layer, "dot_general", ours)
     try:
         return next_fun(*args, **kwargs)
@@ -464,8 +467,8 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
     None stands for methods that are no linear layer; they run unchanged.
     """
-    # Subclasses of nn.Embed and nn.Einsum run unchanged, because they may compute a
-    # different product.
+    # Subclasses of nn.Embed and nn.Einsum run unchanged, because they may override the
+    # method to compute a different product.
     if method_name == "attend":
         return _call_attend if type(layer) is nn.Embed else None
     if method_name != "__call__":
@@ -477,7 +480,10 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 
 def _spec_of(value) -> tuple:
-    """Returns a parameter's partition spec, from metadata or array; () if unknown."""
+    """Returns the partition spec of a parameter, or () if it is unknown.
+
+    The spec is read from the parameter's metadata or from its array.
+    """
     names: Any = value.names if isinstance(value, nn.Partitioned) else ()
     if isinstance(value, nn.LogicallyPartitioned):
         with suppress(ValueError):  # Flax rejects the names or the rules

@@ -209,12 +209,12 @@ class _Layer:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Returns the kernel's global shape; () if it is unknown."""
+        """Returns the kernel's global shape, or () if it is unknown."""
         return tuple(getattr(self.kernel, "shape", ()))
 
     @property
     def size(self) -> int | None:
-        """Returns the number of elements of one layer's kernel; None if unknown."""
+        """Returns the number of elements of one layer's kernel, or None if unknown."""
         shape = self.of_one_layer(self.stored_shape)
         return math.prod(shape) if shape else None
 
@@ -226,7 +226,10 @@ class _Layer:
         return tuple(spec[dim] for dim in self.order)
 
     def of_one_layer(self, dims):
-        """Leaves stacked layers out of `dims`, an item per dimension of the kernel."""
+        """Returns `dims` without the dimensions along which layers are stacked.
+
+        `dims` has one item for each dimension of the stored kernel.
+        """
         stacked = self.stacked_dims(len(dims))
         return tuple(item for dim, item in enumerate(dims) if dim not in stacked)
 
@@ -255,7 +258,7 @@ class _Layer:
         return parallel_of_spec(self.spec, self.num_in, axis_name)
 
     def kept_reason(self) -> tuple[str, str] | None:
-        """Returns why `overlap` cannot replace the layer's product, and a fix, or None.
+        """Returns why the layer's product cannot be replaced, and a fix, or None.
 
         A function that neither Flax nor `overlap` has set is kept, for example in a
         quantized layer.
@@ -277,10 +280,10 @@ class _Layer:
         """Replaces the module's product function, such as `dot_general`, by `dense`."""
         product: Any = dense
         if self.attribute != "dot_general":
-            # This product replaces `jax.numpy.einsum` or `jax.numpy.dot`. Both call
+            # The product replaces `jax.numpy.einsum` or `jax.numpy.dot`, which call
             # `dot_general` directly. A library that replaces the attribute
-            # `jax.lax.dot_general` does not intercept them, so it must not intercept
-            # this product either.
+            # `jax.lax.dot_general` does not intercept these calls, so it must not
+            # intercept the product either.
             product = dataclasses.replace(dense, original=DOT_GENERAL.function)
         if self.equation is not None:
             dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
@@ -298,7 +301,7 @@ class _Layer:
         setattr(self.node, self.attribute, value)
 
     def restore(self) -> None:
-        """Ends the overlap, if there is one, so that JAX computes the product."""
+        """Ends the overlap of the layer, if any, so that JAX computes its product."""
         if _is_overlapped(self.product) and self.default is not None:
             function = self.original or self.default.function
             setattr(self.node, self.attribute, nnx.static(function))
@@ -357,8 +360,9 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
         if isinstance(node, nnx.Einsum):
             yield name, _einsum_layer(node)
         elif isinstance(node, nnx.Linear) or (
-            # With dot_general_cls, the layer ignores dot_general, so a replacement of
-            # it has no effect. A layer with batch axes is not a dense layer.
+            # An nnx.LinearGeneral with dot_general_cls ignores its attribute
+            # dot_general, so replacing the attribute would have no effect. With batch
+            # axes, it is not a dense layer.
             isinstance(node, nnx.LinearGeneral)
             and node.dot_general_cls is None
             and not node.batch_axis
@@ -385,7 +389,7 @@ def _einsum_layer(node):
 
 
 def _spec_of(variable: Any) -> tuple:
-    """Returns the partition spec of an nnx variable, from its array or its metadata."""
+    """Returns the partition spec of an nnx variable, from its array or metadata."""
     for array in _arrays_of(variable):
         spec = getattr(sharding_of(array), "spec", None) or ()
         if any(spec):
@@ -396,7 +400,7 @@ def _spec_of(variable: Any) -> tuple:
 
 
 def _arrays_of(variable):
-    """Returns the arrays in an nnx variable, or in a library's object in its place."""
+    """Returns the arrays of an nnx variable, or of an object that replaces them."""
     is_variable = isinstance(variable, nnx.Variable)
     return jax.tree.leaves(variable.get_value() if is_variable else variable)
 
@@ -410,7 +414,7 @@ def _replacement(layer, layout):
     layout.check_kernel_spec(spec, num_in)
     layout = layout.with_fsdp_of(spec, layout.find_mesh() or kernel_mesh, num_in)
     # The CPU engine finds ranks by partition id, so a mesh without devices is enough.
-    # Other engines need device ids, so the layer keeps the kernel's mesh.
+    # Other engines need device ids, so the layer keeps the mesh of its kernel.
     if kernel_mesh is not None and any(
         device.platform != "cpu" for device in kernel_mesh.devices.flat
     ):
@@ -459,7 +463,7 @@ def _record_others(model, layers, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         if owner is None:
-            # A layer of jax_ub.flax, which overlaps by itself, is left as it is.
+            # Layers of jax_ub.flax overlap without `ub.overlap`.
             if hasattr(module, "sharding_layout"):
                 continue
             why = f"belongs to a {type(module).__name__}, which overlap does not know"

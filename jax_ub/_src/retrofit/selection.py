@@ -22,7 +22,7 @@ from jax_ub._src.sharding.layout import resolve_parallel
 
 
 def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
-    """Checks and compiles rules, {regular expression: value}; returns {} for None.
+    """Checks and compiles rules, {regular expression: value}. None gives {}.
 
     `argument` is their name: "rules", "ub_names" or "fp8".
     """
@@ -37,7 +37,7 @@ def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
 
 
 def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[str, Any]:
-    """Returns {path: value of the first pattern that matches it}, of `read_rules`.
+    """Returns {path: value of the first rule whose pattern matches the path}.
 
     A pattern must match a whole path. Paths without a match are left out.
 
@@ -95,7 +95,9 @@ def _code_of(function: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A JAX function such as `jax.lax.dot_general`, saved to detect its replacement.
+    """A JAX function such as `jax.lax.dot_general`, as found when jax_ub was imported.
+
+    A later comparison detects that a library has replaced the function.
 
     Attributes:
         module: the module or class that has the function as attribute.
@@ -112,7 +114,7 @@ class Product:
     code: Any
 
     def code_interception(self) -> str | None:
-        """Returns a text on what has replaced the function's `__code__`, or None."""
+        """Returns which code has replaced the function's `__code__`, or None."""
         code = _code_of(self.function)
         if code is self.code:
             return None
@@ -129,14 +131,13 @@ def _product(module: Any, path: str) -> Product:
 DOT_GENERAL = _product(lax, "jax.lax.dot_general")
 DOT = _product(jnp, "jax.numpy.dot")
 EINSUM = _product(jnp, "jax.numpy.einsum")
-# Functions that `dot_general`, `dot` and `einsum` call. JAX calls them through its
-# internal modules, so a library can intercept these calls only by replacing their
-# `__code__`.
+# Functions that `dot_general`, `dot` and `einsum` call, in JAX's internal modules. A
+# library can intercept these calls only by replacing the functions' `__code__`.
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
-    """Returns how a library has replaced a JAX function; None if none has.
+    """Returns how a library has replaced a JAX function, or None if none has.
 
     The text names the replacement of the function, or of one that it calls. A layer
     must not be overlapped then, because the overlapped call would bypass it.

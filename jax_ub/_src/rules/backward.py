@@ -73,10 +73,11 @@ def column_gradients(
         config = config.with_tuned_method(COLUMN_GRADIENTS, *sizes)
         is_bulk = config.uses_bulk
     else:
-        # If the forward pass saved the gathered x, method "auto" does not become
-        # "bulk": no all-gather of x is left that could overlap with the dgrad.
+        # If the forward pass has saved the gathered x, the backward pass gathers no x,
+        # and nothing could overlap with the dgrad. Method "auto" then does not become
+        # "bulk".
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
-    # Keeps dx in f32 until the residual is added, so that the sum is rounded once.
+    # dx stays in f32 until the residual is added, so that the sum is rounded once.
     config = dataclasses.replace(
         config,
         out_dtype=config.dtype if residual is None else sum_dtype(config.dtype),
@@ -133,9 +134,10 @@ def _column_wgrad(config, x, gathered, dys, main_grads):
 
 
 def _column_bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
-    # The all-gather of x overlaps with the dgrad, dy w^T. The reduce-scatter of the
-    # dgrad's partial sums then overlaps with the wgrad, x^T dy. Unless the wgrad has a
-    # separate method, it has the dgrad's method, which may come from a tuned file.
+    # The all-gather of x overlaps with the dgrad GEMM, dy w^T. The reduce-scatter of
+    # the dgrad's partial sums then overlaps with the wgrad GEMM, x^T dy. Unless a
+    # method is configured for the wgrad, it has the dgrad's method, which may come from
+    # a tuned file.
     wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))
     if gathered is None:
@@ -195,7 +197,7 @@ def row_gradients(
 
 def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dy = as_factor(dy, config.dtype)
-    # The wgrad reuses the dy that the dgrad has gathered, unless the method reads dy
+    # The wgrad uses the dy that the dgrad has all-gathered, unless the method reads dy
     # directly from the peers' memory.
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
@@ -218,16 +220,17 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    # Only after an all-reduce of y (GEMM+AR), dy may still have to be summed over the
-    # ranks. `scaled_gradients` sums an FP8 dy before it quantizes it.
+    # Only if y was all-reduced (GEMM+AR), dy may still have to be summed over the
+    # ranks. If dy is FP8, `scaled_gradients` has summed it already, before it quantized
+    # the sum.
     is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
     if not is_summed and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)
     dy = as_factor(dy, config.dtype)
     dx = None
     if ws is not None:
-        # If all ranks have the same x, each rank computes one summand of dx from its
-        # shard of the kernel. A GEMM with an all-reduce adds the summands of all ranks.
+        # If all ranks have the same x, each rank computes only a part of dx from its
+        # shard of the kernel. A GEMM with an all-reduce sums the parts of all ranks.
         replicated = config.is_x_replicated
         product = dgrad_config(
             config.dgrad if replicated else config,
@@ -242,7 +245,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy, the cotangent of an all-reduced y, must be summed, too.
+    """Returns whether dy is a partial sum over the ranks, for an all-reduced y.
 
     With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
     This happens inside a fused operation if the result is added to a varying array.

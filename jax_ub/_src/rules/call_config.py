@@ -37,7 +37,7 @@ _LOCAL = mode_of(None, False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Settings of one call of a linear layer: ranks, dtypes, overlap methods by pass.
+    """Settings of one call of a linear layer: its ranks, dtypes, and methods by pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -110,14 +110,14 @@ class CallConfig:
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
-        """Returns a copy for these dtypes. Without `out_dtype`, both are `dtype`."""
+        """Returns a copy with these dtypes. `out_dtype` is `dtype` by default."""
         out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of the kernel [in, out] of which w may be a shard."""
+        """Returns shape and dtype of the kernel [in, out] of which w is a shard."""
         shapes.check_array(self.label, "w", w)
         shape = list(w.shape)
         if self.shards is not None:
@@ -145,7 +145,7 @@ class CallConfig:
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """Returns a copy whose method "auto" is replaced by the fastest measured one.
+        """Returns a copy in which the fastest measured method replaces "auto".
 
         Other methods are kept. All ranks read the same table, from a tuned file, and
         look up the same op and global sizes, so they make the same choice.
@@ -201,18 +201,18 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Returns whether AG+GEMM stores the gathered operand for the wgrad."""
+        """Returns whether an AG+GEMM stores the gathered operand for the wgrad."""
         return self.gathers_first or self._is_auto_on_gpus
 
     @property
     def gathers_first(self) -> bool:
-        """Returns whether a wgrad's operand is gathered before the GEMM, not in it."""
+        """Returns whether an operand of a wgrad is gathered before the GEMM starts."""
         sends_fp8 = self.choice.sends_fp8
         return not self.overlap or sends_fp8 or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:
-        """Returns whether a column-parallel layer's dgrad overlaps a gather of x.
+        """Returns whether a column-parallel layer's dgrad overlaps an all-gather of x.
 
         On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
         have arrived, so a gather within the wgrad would overlap with nothing.
@@ -235,7 +235,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the settings for a GEMM that overlaps a collective of its own data.
+        """Returns the settings of a GEMM that overlaps a collective of its own data.
 
         Chunks of its operand or result are sent while other chunks are multiplied.
         """
@@ -265,7 +265,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns the settings for a GEMM of the layer that needs no communication.
+        """Returns the settings for a GEMM of the layer that does not communicate.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -350,24 +350,24 @@ def plan_call_config(  # noqa: PLR0913, options of a layer
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     is_default = method is None and settings.method() is not None
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
-    # The environment variable JAX_UB_METHOD=xla disables overlap even for layer names
-    # that `initialize_ub` has configured.
+    # JAX_UB_METHOD=xla disables overlap even for layers that `initialize_ub` has
+    # configured by name.
     is_configured = (
         method is None and bool(found) and not (is_default and chosen is Method.XLA)
     )
     is_automatic = chosen is Method.AUTO or is_configured
     is_on_cuda = cuda_engine.is_traced_for()
-    # Tuned files list the methods that were fastest on JAX's default backend. Devices
-    # of another platform have no such table.
+    # A tuned file lists the methods that were fastest on JAX's default backend, so it
+    # does not apply to devices of another platform.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = registry.tuned_table(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if is_configured:
-        # A dgrad that `initialize_ub` has not configured gets the default method, also
-        # if another method is configured for the forward pass.
+        # A dgrad that `initialize_ub` has not configured gets the default method, even
+        # if a method is configured for the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence over the layer's `ub_*` flags.
-    # `OverlapFlags.check` has verified that the two agree.
+    # `OverlapFlags.check` has verified that they do not contradict each other.
     has_method = methods.resolve(label, method, None) is not Method.AUTO
     if flags is not None and flags.given and not has_method:
         choices |= _choices_with_flags(mode, label, flags, choices, found)
@@ -388,7 +388,7 @@ def plan_call_config(  # noqa: PLR0913, options of a layer
 
 
 def _choices_by_pass(mode, label, found):
-    """Returns a layer's methods from `initialize_ub`, keyed by "fprop", "dgrad", ..."""
+    """Returns a layer's methods from `initialize_ub`, by pass, such as "dgrad"."""
     choices = {}
     for direction in PASSES:
         overlap = found.get(direction)
@@ -428,11 +428,11 @@ def _choices_with_flags(
     choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
 ) -> dict[str, MethodChoice]:
-    """Returns fprop and dgrad methods after applying flags such as `ub_overlap_ag`."""
+    """Applies flags such as `ub_overlap_ag` to the methods of fprop and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
-    # Raises an error if a flag contradicts the method that `initialize_ub` configured.
-    # The dgrad's method must also agree with the flags of the wgrad, which has the same
+    # Raises an error if a flag contradicts the method that `initialize_ub` configured
+    # for a pass. The flag of the dgrad also applies to the wgrad, which has the dgrad's
     # method unless it is configured separately.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
@@ -454,7 +454,7 @@ def _choices_with_flags(
 
 
 def _flagged(choice, flag, *, gathers):
-    """Applies a `ub_*` flag: True selects overlap, False plain JAX, None no change.
+    """Applies a `ub_*` flag: True overlaps, False is plain JAX, None keeps the method.
 
     The GEMM overlaps with an all-gather if `gathers`, else with a reduce-scatter.
     """
@@ -480,7 +480,8 @@ def _engine_method(*, gathers):
 def _column_dgrad(choice, flags):
     """Returns the method that `ub_*` flags select for a column-parallel layer's dgrad.
 
-    It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
+    The dgrad either reduce-scatters its result or, with "bulk", overlaps the all-gather
+    of x.
     """
     scatters, bulk = flags.ub_overlap_rs_dgrad, flags.is_bulk
     if bulk:

@@ -38,7 +38,8 @@ from jax_ub._src.scaled_array import (
     row_scales,
 )
 
-# Why partial sums that are sent as FP8 do not overlap with their GEMM.
+# Reason, for reports, why partial sums that are sent as FP8 do not overlap with their
+# GEMM.
 BY_ALL_TO_ALL = "its partial sums are sent as FP8, by XLA's all-to-all"
 
 
@@ -50,7 +51,7 @@ def forward_of(config: CallConfig) -> Callable[..., Any]:
 def with_f64_fallback(
     config: CallConfig, x: Any
 ) -> tuple[CallConfig, AbstractContextManager[Any]]:
-    """Selects plain `jax.lax` if x is f64, because the engine has no f64 GEMM.
+    """Selects plain `jax.lax` if x is f64, because the engine multiplies no f64.
 
     An explicit method is kept.
 
@@ -64,7 +65,7 @@ def with_f64_fallback(
 
 
 def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:
-    """Returns whether a layer has no `custom_vjp`, so that JAX differentiates it.
+    """Returns whether JAX differentiates a layer, instead of a `custom_vjp`.
 
     These are layers over an axis of `jax.vmap`, outside of which a backward rule might
     run, and layers in plain `jax.lax` outside of `shard_map`, for whose gradients JAX
@@ -170,7 +171,7 @@ def dgrad_config(
     sequence_parallel: bool = True,
     **fields,
 ) -> CallConfig:
-    """Returns the settings of a dgrad, run as a forward pass on transposed kernels.
+    """Returns the settings of a dgrad: a forward pass on transposed kernels.
 
     Args:
         config: the settings of the pass.
@@ -187,9 +188,9 @@ def dgrad_config(
 
 
 def is_replicated(config: CallConfig, x: Any) -> bool:
-    """Returns whether x is equal on all ranks, by the varying axes of its type.
+    """Returns whether x has the same value on all ranks, according to its type.
 
-    It is False if the forward pass communicates.
+    The result is False if the forward pass communicates.
     """
     if config.mode.op != "matmul" or not config.is_vma_checked:
         return False
@@ -197,21 +198,21 @@ def is_replicated(config: CallConfig, x: Any) -> bool:
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
-    """All-gathers the rows of x, which are sent as FP8 if so configured."""
+    """All-gathers the rows of x, and sends them as FP8 if so configured."""
     return _widened(x, collectives.all_gather(execution, _as_sent(execution, x)))
 
 
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
-    """All-gathers x, sent as FP8 if so configured, concurrently with a dgrad GEMM."""
+    """All-gathers x concurrently with a dgrad GEMM, and sends FP8 if so configured."""
     rows = _as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
     return dx, _widened(x, gathered)
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Reduce-scatters the rows of x, which are sent as FP8 if so configured."""
+    """Reduce-scatters the rows of x, and sends them as FP8 if so configured."""
     if not _sends_fp8(execution, x):
         return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
     with lowering_log.falling_back(execution.label, BY_ALL_TO_ALL):
@@ -288,7 +289,7 @@ def _sends_fp8(execution, x):
 
 
 def _as_sent(execution: Execution, x: Operand) -> Operand:
-    """Returns x as an all-gather sends it: quantized to FP8 if so configured."""
+    """Returns x as it is sent in an all-gather: quantized to FP8 if so configured."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
     return _quantized(x)

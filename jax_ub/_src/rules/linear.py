@@ -471,8 +471,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     )
     own = frozenset(config.axis_name)
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
-    # Casts to varying outside the custom_vjp, so that JAX sums the operands' gradients
-    # over the axes that the casts add.
+    # The operands are cast to vary outside of the custom_vjp, so that JAX sums their
+    # gradients over the axes that the casts add.
     x = pcast_operands(x, axes - own if config.is_x_replicated else axes)
     ws = pcast_operands(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
@@ -490,7 +490,7 @@ def _layer_and_operands(config, x, ws, state):
     layers: Any = backward
     operands: Any = x, ws, ()
     if config.fp8 is not None or state is not None or is_scaled(x):
-        # Imported only when it is needed, because most programs do not use FP8.
+        # Imported only here, because most programs do not use FP8.
         from jax_ub._src.rules import scaled
 
         config, ws = scaled.with_whole_blocks(config, x, ws)

@@ -109,7 +109,7 @@ def _compute_dgrad_add(config, dy, w, residual):
 
 
 def _differentiable(compute, *names):
-    """Returns a differentiable `compute`, with the gradients of method "xla".
+    """Makes a function differentiable, by the gradients of the same call in plain JAX.
 
     Operands that are FP8 are dequantized for the gradients, which their `source`
     receives. `names` are the names of all operands.
@@ -258,8 +258,8 @@ def all_reduce(
         (bias, residual), axes - frozenset(config.axis_name)
     )
     x = vma.pcast_varying(x, axes)
-    # If the ranks are an axis of `jax.vmap`, this axis may be unbound where a backward
-    # rule runs. So no rule is defined for it: JAX itself differentiates the sum.
+    # If the ranks are an axis of `jax.vmap`, the axis may be unbound where a backward
+    # rule runs. Therefore no custom rule is used, and JAX differentiates the sum.
     function = _sum_over_ranks if config.is_mapped else _all_reduce
     return function(config, x, bias, residual)
 

@@ -25,9 +25,9 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled, values_of
 
-# The main_grads (gradient accumulators) and FP8 states that calls have used. The key is
-# the id of a tracer; the value is a weak reference to the tracer, and the trace in
-# which it was used. An entry is removed when its tracer is freed.
+# The gradient accumulators ("main_grad") and FP8 states that calls have used. The key
+# is the id of a tracer; the value is a weak reference to the tracer, and the trace that
+# uses it. The entry of a tracer is removed when the tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
@@ -102,7 +102,7 @@ def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
 
 
 def result_sharding(config: CallConfig, x: Any, w: Any) -> NamedSharding:
-    """Returns the explicit sharding of `x @ w`: the rows of x, the features of w.
+    """Returns the explicit sharding of `x @ w`: rows like x, features like w.
 
     An axis that shards both shards only the rows.
     """
@@ -150,7 +150,7 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns {"x": x, "w": w}; several kernels are named "w[0]", "w[1]", ..."""
+    """Returns operands by name: {"x": x, "w": w}, or "w[0]", ... for more kernels."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 
@@ -226,14 +226,14 @@ def _check_layout(label, name, operand, contracted):
 
 
 def _scales_shape(operand, contracted, size):
-    """Returns the operand's shape, but with `size` scales along the contracted axis."""
+    """Returns the operand's shape with `size` in place of the contracted dimension."""
     return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
 
 
 def is_per_row(operand, contracted):
     """Returns whether each row of x, or column of a kernel, has its own FP8 scale.
 
-    That is also the case for a scale per tensor if there is only one row or column.
+    The result is also True for a scale per tensor if there is only one row or column.
     """
     return operand.scales.shape == _scales_shape(operand, contracted, 1)
 
@@ -252,7 +252,7 @@ def _check_agreed(config, name, operand, contracted):
 
 
 def pcast_operands(tree: Any, axes: Any) -> Any:
-    """Casts operands to vary over mesh axes, but not the scales of FP8 operands.
+    """Casts operands to vary over mesh axes, except for the scales of FP8 operands.
 
     The scales of a returned `ScaledArray` therefore keep their type.
     """
@@ -295,7 +295,7 @@ def claim_fp8_state(op: str, state: Any) -> None:
 
 
 def _is_used(array):
-    """Returns whether a call has used the array in this trace. Marks it as used."""
+    """Returns whether a call in this trace has used an array, and marks it as used."""
     if not isinstance(array, jax.core.Tracer):
         return False
     key, here = id(array), get_opaque_trace_state(convention="flax")
@@ -312,8 +312,8 @@ def pcast_main_grad(op: str, main_grad: jax.Array, axes) -> jax.Array:
     Returns:
         The main_grad, cast to vary over the axes that have one rank.
     """
-    # A cast to varying over axes of size 1 changes no gradient: its transpose is a sum
-    # over one rank.
+    # Over axes of size 1, the cast changes no gradient, because its transpose is a sum
+    # over a single rank.
     new = frozenset(axes) - vma.axes_of(main_grad)
     single = [axis for axis in new if lax.axis_size(axis) == 1]
     missing = sorted(new.difference(single))
@@ -346,9 +346,9 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
 
 
 def whole_main_grads(config: CallConfig, main_grads: Any) -> Any:
-    """Returns main_grads of the whole kernels, if FSDP shards the kernels.
+    """Expands main_grads to the shape of whole kernels, if FSDP shards the kernels.
 
-    Their backward pass reduce-scatters the accumulated gradients.
+    The backward pass reduce-scatters the accumulated gradients.
     """
     if config.shards is None:
         return main_grads
@@ -360,7 +360,7 @@ def whole_main_grads(config: CallConfig, main_grads: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Pads a rank's shard of a gradient accumulator with zeros to the kernel's shape.
+    """Pads a shard of a gradient accumulator with zeros to the shape of the kernel.
 
     The zeros are in the places of the peers' shards. Each rank adds its gradient to the
     padded array, and the backward pass reduce-scatters the results, so every shard of

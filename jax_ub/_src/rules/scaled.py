@@ -65,7 +65,7 @@ def _with_scalar_scales(
     ws: tuple[ScaledArray, ...],
     agreed: Collection[str] = (),
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Reshapes per-tensor scales to scalars, unless they may differ between ranks.
+    """Reshapes per-tensor FP8 scales to scalars, unless ranks may have different ones.
 
     If a scale of a gathered or contracted tensor may differ, it keeps its shape, and
     belongs to the rows of its rank. A recipe has made the scales of the operands in
@@ -74,7 +74,8 @@ def _with_scalar_scales(
     communicates = config.mode.op != "matmul"
 
     def scalar(name, operand, axis, is_shared):
-        # Without a recipe, the scale of a single row or column may differ.
+        # Operands without a recipe may have a different scale on each rank, also if an
+        # operand has only one row or column.
         may_differ = name not in agreed and (
             is_per_row(operand, axis)
             or bool(frozenset(config.axis_name) & vma.axes_of(operand.scales))
@@ -173,8 +174,8 @@ def quantized(
     wide = by_name(x, ws)
     agreed = {"x", "w"} if has_one_scale(recipe) else set()
     if INPUT not in roles:
-        # x was quantized earlier, perhaps by another recipe. The ranks may not have
-        # agreed on its scale.
+        # x was quantized before this call, perhaps by another recipe, and the ranks may
+        # have different scales of x.
         del wide["x"]
         agreed.discard("x")
     for name, operand in wide.items():
@@ -196,8 +197,9 @@ def quantized(
     )
     _check_ranks(config)
     x, ws = _with_scalar_scales(config, x, ws, agreed)
-    # The forward pass reads the arrays that `checkpoint_name` returns. If the policy of
-    # `jax.checkpoint` saves them, the operands are not quantized again.
+    # The forward pass reads the arrays that `checkpoint_name` returns. If a policy of
+    # `jax.checkpoint` saves these, the backward pass does not quantize the operands
+    # again.
     x = _named(config, "x", x)
     ws = tuple(_named(config, "w", w) for w in ws)
     of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}
@@ -209,7 +211,8 @@ def with_whole_blocks(
 ) -> tuple[CallConfig, tuple[Any, ...]]:
     """All-gathers kernels whose FSDP shards would split blocks of 32 values (MXFP8).
 
-    They are gathered before they are quantized, and all other kernels afterwards.
+    These kernels are gathered before they are quantized, and all other kernels
+    afterwards.
 
     Returns:
         The layer's settings and kernels.
@@ -220,8 +223,8 @@ def with_whole_blocks(
     has_whole_blocks = ws[0].shape[shards.dim] % MXFP8_BLOCK == 0
     if has_whole_blocks or shards.dim != config.contracted_dim:
         return config, ws
-    # Without this cast, JAX would sum the gradients of whole kernels over the other
-    # replicas, before it reduce-scatters them.
+    # The cast prevents that JAX sums the gradients of whole kernels over the other
+    # replicas before they are reduce-scattered.
     ws = vma.pcast_varying(ws, vma.axes_of(x))
     return dataclasses.replace(config, shards=None), whole_kernels(config, ws)
 
@@ -232,7 +235,7 @@ def _named(config, name, operand):
 
 
 def _cotangent(gradient, source_dtype):
-    """Returns a gradient as cotangent of a `ScaledArray`, in its source's dtype.
+    """Returns the cotangent of a `ScaledArray`: the gradient, in the source's dtype.
 
     Returns None if there is no gradient, or no source: the array that was quantized.
     """

@@ -57,18 +57,17 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
         _check_unsharded_features(config, *values[:3])
         ys, gathered = rule(config, *not_reduced(values))
-        # With main_grads, the gradients of the kernels are accumulated there, so only
-        # main_grads decide. The callers do not apply stop_gradient to ws instead: a
-        # scan over layers would save its result as another residual, whereas it reuses
-        # the kernels themselves.
+        # With main_grads, the kernels' gradients are added to main_grads, so only these
+        # decide whether a gradient is needed. stop_gradient on ws would have the same
+        # effect, but a scan over layers would save its result as another residual.
         wants_dw = needs(ws if main_grads is None else main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
         values = map_scaled(without_source, values)
-        # With a recipe, x has a checkpoint name already. With a second one, a policy
-        # would save it twice.
+        # With an FP8 recipe, x already has this checkpoint name. With a second name, a
+        # checkpoint policy would save x twice.
         x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
             "x": residual_or_placeholder(wants_x, x_saved),
@@ -95,8 +94,9 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
         of_whole = dataclasses.replace(config, shards=None)
         if config.shards is not None:
-            # The barrier keeps XLA from gathering kernels before dy is known, and from
-            # reusing those of the forward pass, which would stay in memory until then.
+            # The barrier makes XLA gather the kernels only when dy is known. It also
+            # keeps XLA from reusing the kernels that the forward pass gathered, which
+            # would stay in memory until then.
             shards, _ = lax.optimization_barrier((saved["ws"], live))
             saved["ws"] = whole_kernels(config, shards)
         dx, dws, *state = gradients(of_whole, saved, live, d_gathered)
@@ -112,8 +112,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         if main_grads is None:
             dws = tuple(_reduce_scattered(config, dws.get(i)) for i in range(len(dys)))
             return dx, dws, dbs, d_residual, None, *state
-        # The accumulated value is returned as the cotangent of main_grad. If dy is
-        # zero, it is main_grad itself.
+        # The cotangent of main_grad is the accumulated value. If dy is zero, this is
+        # main_grad itself.
         sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
         return dx, None, dbs, d_residual, sums, *state
 
@@ -122,7 +122,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
 
 def whole_kernels(config: CallConfig, ws: Any) -> Any:
-    """All-gathers kernels that FSDP shards; returns others, and None, as they are.
+    """All-gathers kernels that FSDP shards. Returns other kernels, or None, unchanged.
 
     The kernels may be FP8. The result has no sources, which receive gradients.
     """
@@ -137,7 +137,8 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
         if not is_scaled(w):
             return gather(w)
         values, scales = map(_as_bits, (w.values, w.scales))
-        # A scale per row or column is common to all shards of the contracted dimension.
+        # Shards of the contracted dimension have the same scales, one per row or
+        # column.
         is_sharded = w.scaling == "block" or shards.dim != config.contracted_dim
         if w.scales.ndim and is_sharded:
             scales = gather(scales)
@@ -149,7 +150,7 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
 
 
 def _reduce_scattered(config, dw):
-    """Sums a kernel's gradient over the ranks of FSDP; returns this rank's shard."""
+    """Reduce-scatters a kernel's gradient over the ranks among which FSDP shards it."""
     if config.shards is None:
         return dw
     axes, dim = config.shards.axes, config.shards.dim
@@ -159,7 +160,7 @@ def _reduce_scattered(config, dw):
 
 
 def mapped_together(results: Any, operands: Any) -> Any:
-    """Returns `results`; if `jax.vmap` maps any operand, it maps all results.
+    """Returns `results`, all mapped by `jax.vmap` if it maps any of the operands.
 
     A `custom_vjp` with several results needs it. If a result were not mapped, while
     others are, the backward rule would count its cotangent once per example, so JAX
@@ -177,7 +178,8 @@ def mapped_together(results: Any, operands: Any) -> Any:
             return result if is_mapped else jnp.broadcast_to(result, shape)
 
         results = jax.tree.map(repeated, results, is_mapped[0])
-        # Calls `same` again, so that each enclosing jax.vmap applies this rule, too.
+        # `same` is called again so that the batching rule also runs for each enclosing
+        # jax.vmap.
         return same(results, operands), jax.tree.map(lambda _: True, results)
 
     return same(results, operands)
@@ -186,7 +188,8 @@ def mapped_together(results: Any, operands: Any) -> Any:
 def warn_of_constant_main_grad(label: str, option: str) -> None:
     """Warns once that a program discards the weight gradients that it accumulates.
 
-    It differentiates a kernel but not its main_grad, whose gradient is the new sum.
+    The program differentiates a kernel but not its main_grad, whose gradient is the new
+    sum.
     """
     lowering_log.warn_once(
         "main_grad",
@@ -200,7 +203,8 @@ def warn_of_constant_main_grad(label: str, option: str) -> None:
 def warn_of_constant_state(label: str) -> None:
     """Warns once that the FP8 scales of a program never change.
 
-    It differentiates a kernel but not its FP8 state, whose gradient is the new state.
+    The program differentiates a kernel but not its FP8 state, whose gradient is the new
+    state.
     """
     lowering_log.warn_once(
         "FP8 state",
@@ -280,7 +284,7 @@ def check_sources(label: str, **operands) -> None:
 
 
 def as_factor(dy, dtype):
-    """Casts dy to the dtype of x and w, for a GEMM. An FP8 dy is returned as is."""
+    """Casts dy to the dtype of x and w, for a GEMM. Returns an FP8 dy unchanged."""
     return dy if is_scaled(dy) else dy.astype(dtype)
 
 
@@ -306,7 +310,7 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def not_reduced(tree: Any) -> Any:
-    """Returns equal arrays, whose FP8 values `jax.checkpoint` does not change.
+    """Returns copies of arrays, whose FP8 values `jax.checkpoint` does not round.
 
     `jax.checkpoint` saves variables of the traced program for the backward pass, or for
     all iterations of a scan. If another call reads a saved floating-point variable, it
@@ -318,7 +322,7 @@ def not_reduced(tree: Any) -> Any:
 
 
 def _as_bits(array):
-    """Returns an array of FP8 values or e8m0 scales as uint8, others as they are."""
+    """Converts FP8 values or e8m0 scales to uint8. Returns other arrays unchanged."""
     if array.dtype in dtypes.FP8 or array.dtype == jnp.float8_e8m0fnu:
         return lax.bitcast_convert_type(array, jnp.uint8)
     return array
@@ -346,7 +350,7 @@ class _SavedBits:
 
 
 def to_saved(tree: Any) -> Any:
-    """Returns a tree of residuals as a rule saves them: FP8 arrays as `_SavedBits`."""
+    """Converts residuals to the form that a rule saves: FP8 arrays to `_SavedBits`."""
 
     def convert(array):
         bits = _as_bits(array)
@@ -372,7 +376,7 @@ def _is_bits(value):
 
 
 def residual_or_placeholder(wanted: bool, value):
-    """Returns `value` if the backward pass needs it, otherwise empty arrays.
+    """Returns a residual that the backward pass needs, or else empty arrays.
 
     The empty arrays, called placeholders, keep the residuals' tree structure.
 
@@ -391,7 +395,7 @@ def _as_placeholder(value):
 
 
 def emptied(array: jax.Array | None) -> jax.Array | None:
-    """Returns an empty array, which keeps only an operand's dtype; None stays None."""
+    """Returns an empty array with the dtype of `array`. None stays None."""
     return None if array is None else array.reshape(-1)[:0]
 
 
