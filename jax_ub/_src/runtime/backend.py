@@ -11,9 +11,9 @@ from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
 
-# The list is repeated here, because reading it from an engine would load the engine.
-# `import jax_ub` must not do that, so that `python -m jax_ub doctor` can report a
-# missing one.
+# The names of all ops. The engine also has this list, but reading it would load the
+# engine, which `import jax_ub` must not do: `python -m jax_ub doctor` reports a missing
+# engine.
 _TARGETS = (
     "all_gather",
     "all_gather_matmul",
@@ -26,9 +26,9 @@ _TARGETS = (
     "reduce_scatter",
     "wgrad",
 )
-# Value for the argument `disabled_checks` of jax.export.export. Without it, JAX rejects
-# custom calls that it does not know to be stable. A process that only loads a program
-# that was exported or compiled elsewhere must call ub.register_targets() first.
+# Value for the argument `disabled_checks` of jax.export.export, which by default
+# rejects custom calls that JAX does not know to be stable. A process that only loads an
+# exported or compiled program must call ub.register_targets() first.
 export_safety_checks = tuple(
     export.DisabledSafetyCheck.custom_call(f"jax_ub${target}") for target in _TARGETS
 )
@@ -50,7 +50,7 @@ def register_targets() -> None:
 def request_cpu_devices(count: int) -> None:
     """Requests at least `count` CPU devices. Has no effect after JAX has started."""
     if jax.config.values["jax_num_cpu_devices"] < count:
-        # After JAX has started, the number of its devices cannot change: the update
+        # The number of devices cannot change after JAX has started: the update then
         # raises RuntimeError.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-# A private module of JAX, because the client of the service of `jax.distributed` has no
-# public name, and the service accepts no second client.
+# The client of the service of `jax.distributed` is only in a private module of JAX, and
+# the service accepts no second client.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub._src.errors import (
@@ -56,7 +56,7 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Publishes this process's PID, by which the others of the job detect its death.
+    """Publishes this process's PID, by which other processes detect its death.
 
     With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
     is initialized. Otherwise, a process without `jax.distributed` has no job.
@@ -89,8 +89,9 @@ def _initialize_by_mpi():
 
 def open_rendezvous(groups: DeviceGroups, timeout_s: float) -> ProcessAllGather:
     """Returns an object that all-gathers values over the processes of the groups."""
-    # The scope, a prefix of the keys, depends only on the processes. So a process that
-    # passed another axis_name joins the same rendezvous, which reports the difference.
+    # The scope (a prefix of the keys) depends only on the processes. A process that
+    # passed a different axis_name therefore joins the same rendezvous, which reports
+    # the difference.
     processes = groups.processes
     numbers = ",".join(map(str, processes)).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
@@ -148,15 +149,14 @@ class Presence:
         self._running: dict[int, str] = {}
 
     def lost(self, process: int) -> str | None:
-        """Returns how a process was lost, such as "(pid 123) died"; None if it was not.
+        """Returns how a process was lost, as "(pid 123) died", or None if it was not.
 
         Returns None if the process is running, has not called `join_job`, or is in
         another PID namespace.
         """
         if process in self._running and self._death(self._running[process]) is None:
             return None
-        # Reads the PID again, because a process that was restarted has written a new
-        # one.
+        # The PID is read again, because a restarted process has written a new one.
         text = self._store.read(str(process))
         if text is None:
             return None
@@ -178,7 +178,7 @@ def _pid_namespace():
 
 
 def _start_time(pid):
-    """Returns when a process started, in kernel ticks; None if it does not run.
+    """Returns when a process started, in kernel ticks, or None if it does not run.
 
     PID and start time together identify a process, since the kernel reuses PIDs.
     """

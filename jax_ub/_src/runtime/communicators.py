@@ -25,19 +25,19 @@ from jax_ub._src.runtime import cpu_engine, cuda_engine, settings
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 Key = tuple[str, Group]  # with the platform, because the ids of each begin at 0
 
-# Shared memory of a rank, per element of the capacity: at most one f32 partial sum and
-# one f32 result. The constants below add room for the alignment of slots.
+# Bytes of shared memory per element of the capacity: one f32 partial sum and one f32
+# result at most. The constants below are for the alignment of slots.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
-# Up to this many bytes, GPUs use a one-shot all-reduce, unless a tuned file decides. In
-# it, each of P ranks sends its whole summand to all peers. The limit applies to what a
-# rank sends to all peers together. For a sum of S bytes, that is S (P - 1) for
-# one-shot, and 2 S (P - 1) / P for reduce-scatter and all-gather, which need another
-# handshake. A handshake takes 6 us (`handshake_s` of the simulator), in which NVLink
-# moves this many bytes at 450 GB/s (H100). Neither number was measured here.
+# Largest number of bytes that a rank sends in a one-shot all-reduce on GPUs, unless a
+# tuned file chooses another method. One-shot means that each of P ranks sends its whole
+# summand, of S bytes, to all peers: S (P - 1) bytes together. A reduce-scatter and an
+# all-gather send 2 S (P - 1) / P bytes, but need another handshake. A handshake takes 6
+# us (`handshake_s` of the simulator), in which NVLink moves this many bytes at 450 GB/s
+# (H100). Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000
-# Pause between two checks whether the programs in flight have ended.
+# Seconds between two checks whether the programs in flight have ended.
 _POLL_S = 0.002
 
 
@@ -67,7 +67,7 @@ class DeviceGroups:
     capacity: int = 0  # largest number of elements of a call
     num_slots: int = 0  # largest number of slots of a rank
     name: str = ""  # for errors
-    # CUDA ordinals of this process's GPUs, by global device id.
+    # CUDA ordinals of this process's GPUs, keyed by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
     client: Any = None  # XLA's client of the ranks in this process, if there are any
 
@@ -149,7 +149,8 @@ def rank_groups(
     """
     table = np.asarray(ids, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]
-    # Moves the axes of the ranks to the end, so that each row is a group in rank order.
+    # The axes of the ranks become the last ones, so that each row of the result has the
+    # devices of one group, in rank order.
     moved = np.moveaxis(table, places, range(-len(axes), 0))
     num_ranks = math.prod(moved.shape[-len(axes) :])
     return tuple(map(tuple, moved.reshape(-1, num_ranks).tolist()))
@@ -196,18 +197,18 @@ class Connection:
             self.communicator.close()
 
 
-# Part of the message if a call falls back to plain JAX because `initialize_ub` has not
-# connected its processes. The lowering searches messages for this text, to name a page
-# of the documentation.
+# Part of the reason for a fallback to plain JAX: `initialize_ub` has not connected the
+# processes of the call. The lowering rule searches reasons for this text, to add a
+# reference to a page of the documentation.
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Key, Connection] = {}
-# Among how many processes the host's cores are divided; 0: the engine has no limit.
+# Number of processes among which the host's cores are divided. 0: not divided.
 _num_sharing = 0
 
 
 def connections() -> tuple[Connection, ...]:
-    """Returns a `Connection` for each group of ranks, also if connecting it failed.
+    """Returns a `Connection` for each group of ranks, including those that failed.
 
     A group that cannot share memory is included, with its `reason`.
     """
@@ -215,7 +216,7 @@ def connections() -> tuple[Connection, ...]:
 
 
 def reason(device_groups: DeviceGroups) -> str | None:
-    """Returns why calls over these groups must run as plain JAX; None if they need not.
+    """Returns why calls over these groups must run as plain JAX, or None.
 
     Every process gets the same answer: all processes lower the same program, so they
     must all fall back or none.
@@ -236,8 +237,8 @@ def reason(device_groups: DeviceGroups) -> str | None:
 def generation(device_groups: DeviceGroups) -> int:
     """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
 
-    Each `initialize_ub` that connects groups counts as one. It is 0 if none did, and
-    the last one if several did.
+    Each `initialize_ub` that connects groups counts as one. The result is 0 if no call
+    has connected the groups, and the number of the last call if several have.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
@@ -248,7 +249,7 @@ def generation(device_groups: DeviceGroups) -> int:
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Raises an error if another axis's connection has failed or has too little memory.
+    """Raises an error if a connection made for another axis failed or is too small.
 
     An axis reuses the connections of other axes that have the same groups of devices.
     """
@@ -284,7 +285,7 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Registers new connections, which are closed at process exit at the latest."""
+    """Registers new connections, to be closed when the process exits, or earlier."""
     _CONNECTIONS.update((one.key, one) for one in made)
     if made:
         _close_at_exit()
@@ -304,8 +305,8 @@ def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) ->
 
 @functools.cache
 def _close_at_exit():
-    # Closing tells the peers that this process exits. Without the message, they would
-    # report it as lost.
+    # Closing the connections tells the peers that this process exits. Otherwise, the
+    # peers would report the process as lost.
     @atexit.register
     def finish_and_disconnect():
         finish_launches(())
@@ -313,7 +314,7 @@ def _close_at_exit():
 
 
 def finish_launches(kept: Collection[Key]) -> None:
-    """Waits for programs in flight, before the connections of all but `kept` close.
+    """Waits for running programs, before all connections except those in `kept` close.
 
     A launch returns before its program has run. The peers take part in the calls of
     these programs, so closing the connections during a program would fail the peers.
@@ -330,17 +331,17 @@ def finish_launches(kept: Collection[Key]) -> None:
             for client in clients
             for result in _launch_after_all(client.local_devices())
         ]
-    # JAX rejects the mesh while it traces a program, or has no memory. The connections
-    # must be closed nevertheless.
+    # JAX rejects the mesh while it traces a program, and may have no memory left. The
+    # caller must close the connections in any case.
     except (ValueError, jax.errors.JaxRuntimeError):
         return
-    # Polls, because jax.block_until_ready ignores Ctrl-C.
+    # The loop polls, because jax.block_until_ready ignores Ctrl-C.
     while not all(array.is_ready() for array in last) and time.monotonic() < end_s:
         time.sleep(_POLL_S)
 
 
 def _launch_after_all(devices):
-    """Launches programs that run after all earlier ones; returns their results.
+    """Launches programs that run after all earlier programs; returns their results.
 
     XLA on CPUs runs all programs of several devices one after the other, and the
     programs of one device, too, but not in one order with those of several.
@@ -348,7 +349,8 @@ def _launch_after_all(devices):
     results = []
     for chosen in [[device] for device in devices] + [devices] * (len(devices) > 1):
         mesh = Mesh(np.array(chosen), ("devices",))
-        # The caller may have another mesh or a transfer guard.
+        # The caller's context may set a mesh or a transfer guard, which must not apply
+        # here.
         with jax.transfer_guard("allow"), jax.set_mesh(mesh):
             sharding = NamedSharding(mesh, jax.P("devices"))
             zeros = jax.device_put(np.zeros(len(chosen), np.float32), sharding)
@@ -357,7 +359,7 @@ def _launch_after_all(devices):
 
 
 def disconnect_all_but(kept: Collection[Key]) -> None:
-    """Closes the connections of all groups but `kept`. Does not wait for lost peers.
+    """Closes all connections except those in `kept`. Does not wait for lost peers.
 
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
@@ -398,6 +400,6 @@ def check_communicators() -> None:
 
 
 def _without_kind(failure):
-    # The engines' messages begin with "CommunicatorError: ", because XLA's errors do
-    # not keep the exception type. The callers here need only the rest of the text.
+    # The engines' messages begin with "CommunicatorError: ", because XLA does not
+    # preserve the type of an exception. The callers here need the rest of the message.
     return failure.removeprefix("CommunicatorError: ")

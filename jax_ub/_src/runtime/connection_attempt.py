@@ -13,7 +13,7 @@ from jax_ub._src.runtime.communicators import Connection, DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 
-# How long, in seconds, a process that failed to connect still waits for its peers. It
+# Seconds that a process whose own connection failed still waits for its peers. The time
 # is short, because the death of a process must be reported within 2 s.
 _TIMEOUT_AFTER_ERROR_S = 1.0
 
@@ -73,7 +73,7 @@ def connect_alone(device_groups: DeviceGroups) -> None:
 
 
 def _share_cores(device_groups, peer_info: Values):
-    """Divides the host's cores among its processes; limits this one to its share."""
+    """Divides the host's cores among its processes; limits this process to its part."""
     if settings.num_threads() is not None or cpu_engine.why_not() is not None:
         return
     host, own_cores = hosts.identity(), hosts.cores()
@@ -127,8 +127,8 @@ class ConnectionAttempt:
             peer_info = _gather(all_gather, handshake, own_error)
             error = own_error or _first_error(peer_info, "failed")
             if error is None:
-                # Each process proposes the number of its last communicator generation
-                # plus 1. The maximum is new to all processes.
+                # Each process proposes the generation after that of its last
+                # communicator. The maximum of the proposals is new to all processes.
                 self.generation = max(one["generation"] for one in peer_info.values())
                 if len({one["hash"] for one in peer_info.values()}) > 1:
                     error = _difference(all_gather.gather(dict(agreed_settings)))
@@ -168,8 +168,9 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Every call needs kernels for the instruction set `JAX_UB_ISA`. Checks for
-            # them before connecting, so that all processes get the error.
+            # Checks, before connecting, that the engine has kernels for the instruction
+            # set `JAX_UB_ISA`, which every call needs. All processes then get the
+            # error.
             cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:
@@ -200,9 +201,9 @@ class ConnectionAttempt:
             "error": _text_of(error),
             "reasons": {str(one.group): one.reason for one in self.made if one.reason},
         }
-        # Waits for two timeouts: a peer may wait a whole timeout for a connection that
-        # failed here, and only then send its outcome. After an error, this process
-        # waits briefly, because its error reaches running peers sooner.
+        # A process waits for two timeouts: a peer may wait one timeout for a connection
+        # that has failed here, and only then send its outcome. After an error, a
+        # process waits only briefly, because its error reaches running peers sooner.
         timeout_s = 2 * settings.deadline_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -253,7 +254,8 @@ class ConnectionAttempt:
 
 
 def _text_of(error):
-    # Other processes add the prefix again, with the index of this process.
+    # The prefix is removed, because the other processes add it again, together with the
+    # index of this process.
     return None if error is None else str(error).removeprefix("initialize_ub: ")
 
 
@@ -261,8 +263,8 @@ def _gather(all_gather, value, own_error, timeout_s=None):
     try:
         return all_gather.gather(value, timeout_s)
     except CommunicatorError as error:
-        # If this process has failed before, raises that error instead, because it
-        # explains the failure better.
+        # If this process has failed before, its first error is raised instead, because
+        # it explains the failure better.
         if own_error is None:
             raise
         raise own_error from error
@@ -278,7 +280,7 @@ def _first_error(values: Values, what):
 
 
 def _difference(settings_of: Values):
-    """Returns an error that names two processes with different settings, or None."""
+    """Returns an error that names two processes whose settings differ, or None."""
     first = min(settings_of)
     for name in dict.fromkeys(name for one in settings_of.values() for name in one):
         for process, one in sorted(settings_of.items()):

@@ -135,8 +135,8 @@ def devices_of(backend: str) -> list[jax.Device]:
 @functools.cache
 def register_targets() -> None:
     """Configures the CPU engine and registers its FFI handlers, once per process."""
-    # JAX's backend must start first. It fails to start after targets with state were
-    # registered.
+    # JAX's backend fails to start if FFI targets with state are registered before, so
+    # it is started here.
     jax.devices()
     cpu = load()
     configure()

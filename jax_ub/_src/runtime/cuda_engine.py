@@ -16,8 +16,8 @@ import numpy as np
 
 from jax_ub._src.runtime import cpu_engine, settings
 
-# Maximum number of ranks of a group. Must equal kMaxRanks in csrc/transport/cuda,
-# because the heap of a rank, memory that its peers access, has flags for so many peers.
+# Maximum number of ranks of a group. Must equal kMaxRanks in csrc/transport/cuda: the
+# memory that a rank shares with its peers has flags for this many ranks.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"
@@ -25,7 +25,8 @@ _BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
 # Folders in NVIDIA's wheels that contain cuBLASLt, newest first.
 _LIBRARIES = ("cu13/lib", "cublas/lib")
 
-# Compute capability (9.0: Hopper) that is assumed if devices are unknown in lowering.
+# Compute capability that is assumed if a program is lowered for unknown devices (9.0:
+# Hopper).
 _ASSUMED_CAPABILITY = (9, 0)
 
 Array = tuple[str, tuple[int, ...]]  # dtype and shape
@@ -104,9 +105,9 @@ def is_traced_for() -> bool:
         return is_default()
     if device.platform != "gpu":
         return device.platform == "cuda"
-    # The platform "gpu" may mean CUDA or AMD. The mesh itself may be an ahead-of-time
-    # topology without devices in this process, so this process's GPUs decide. Without
-    # any, it means CUDA.
+    # The platform "gpu" may mean NVIDIA or AMD GPUs. The mesh may be an ahead-of-time
+    # topology, so the GPUs of this process decide. Without GPUs, the platform means
+    # CUDA.
     return bool(local_devices()) or not cpu_engine.devices_of("rocm")
 
 
@@ -160,7 +161,7 @@ def _compute_capabilities(devices):
 
 
 def _is_in_use():
-    """Returns whether this process has loaded the CUDA engine, and can run it."""
+    """Returns whether this process has loaded the CUDA engine and can run it."""
     is_loaded = "jax_ub._cuda" in sys.modules
     return is_loaded and bool(local_devices()) and why_not() is None
 
@@ -199,7 +200,7 @@ def register_targets() -> None:
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
     for name, handlers in cuda.targets(len(devices) > 1).items():
-        # JAX's CUDA plugin rejects handler traits in this call. Instead, the handlers
+        # JAX's CUDA plugin does not accept handler traits here. Instead, the handlers
         # themselves declare whether CUDA graphs may capture them.
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 

@@ -12,7 +12,7 @@ _CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def identity() -> str:
-    """Returns a text that identifies this host, equal in processes that share memory.
+    """Returns a text that is equal in processes that can share memory on this host.
 
     It holds the kernel's boot id and the network namespace, since processes connect by
     abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
@@ -23,13 +23,13 @@ def identity() -> str:
     try:
         boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
     except OSError:
-        # Without /proc, only the host name is known.
+        # Without /proc, the name of the host is all that is known.
         return platform.node()
     return f"{platform.node()} {boot} {network}"
 
 
 def short_name(host: str) -> str:
-    """Returns the host name, for messages, from a text that `identity` returned."""
+    """Returns the name of a host, for messages, from a text of `identity`."""
     return host.split(" ")[0]
 
 
@@ -94,7 +94,7 @@ def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns how many threads this process may use, given the cores of all processes.
+    """Returns how many threads this process may use on a host that several share.
 
     Returns:
         The number of threads, at least one. A core that k processes may run on counts
@@ -105,7 +105,7 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns cores for this process, so that processes of a host use different ones.
+    """Returns the cores for this process, apart from those of the host's others.
 
     Args:
         own: the cores that this process may run on.

@@ -58,7 +58,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "tp",
 ) -> None:
-    """Creates a mesh axis's named overlaps (layer settings) and communication buffers.
+    """Creates the named overlaps and the communication buffers of a mesh axis.
 
     Afterwards, calls and layers with a `ub_name` run as the overlaps of that name are
     configured, in the forward and the backward pass. Groups of ranks that span several
@@ -141,8 +141,8 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     with registry.CHANGING:
         kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
         communicators.finish_launches(_keys_of(kept))
-        # Closes connections before it removes the axes, so that the call can be
-        # repeated after an interrupt.
+        # The connections are closed before the axes are removed, so that the call can
+        # be repeated after an interrupt.
         communicators.disconnect_all_but(_keys_of(kept))
         for axis in registry.axes():
             if axis not in kept:
@@ -198,7 +198,7 @@ def get_ub(
 
 
 def _axes(op, axis_name):
-    """Returns an argument `axis_name` as a tuple of mesh axes. None stays None."""
+    """Returns an argument `axis_name` as a tuple of mesh axes, or None for None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)
@@ -298,16 +298,16 @@ class _Attempt:
 
 
 def _keys_of(axes):
-    """Returns the groups of ranks of these axes; several axes may use one group."""
+    """Returns the keys of the groups of ranks of these axes, each key once."""
     return {key for axis in axes for key in axis.device_groups.keys}
 
 
 def _group_of_all(axes, mesh):
-    """Returns one group of all devices, for arguments that may be invalid.
+    """Returns all devices as one group, even if the arguments are invalid.
 
-    Its processes exchange the error, and connect nothing. They are the processes of the
-    mesh, or all processes of the job if the mesh is not usable. Every process must find
-    the same ones, even if only its own arguments are invalid.
+    The processes of this group exchange the error, and connect nothing. These are the
+    processes of the mesh, or all processes of the job if the mesh is not usable. Every
+    process must find the same processes, even if only its own arguments are invalid.
     """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
     devices = list(mesh.devices.flat) if is_known else jax.devices()

@@ -28,8 +28,8 @@ from jax_ub._src.runtime.registry import (
     Overlap,
 )
 
-# Maximum of T * H, the number of elements in the argument `shape`. The size of all
-# ranks' buffers in bytes then fits into 64 bits.
+# Maximum of T * H, the number of elements in the argument `shape`, such that the size
+# of all ranks' buffers in bytes fits into 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 
@@ -74,7 +74,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """Checks a capacity, the tokens of all ranks and the features, and returns it."""
+    """Checks the buffer capacity, (tokens of all ranks, features), and returns it."""
     is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
     if not (is_sequence or np.ndim(shape) == 1) or len(shape) != 2:
         raise ConfigurationError(
@@ -130,7 +130,7 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
 
 
 def _fix(otherwise):
-    """Returns the advice for missing devices: join the other processes, or `otherwise`.
+    """Returns advice for missing devices: to join other processes, or `otherwise`.
 
     A process that `python -m jax_ub launch` has started sees only its own devices until
     it calls `jax.distributed.initialize`.
@@ -195,7 +195,7 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Creates the `InitializedAxis` that the arguments of `initialize_ub` describe.
+    """Creates the `InitializedAxis` for the arguments of `initialize_ub`.
 
     It contains the named overlaps of a mesh axis. Allocates no buffers.
 
@@ -208,8 +208,8 @@ def make_initialized_axis(
         ub_cfgs: the argument of `initialize_ub`.
         mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
     """
-    # Without a tuned file in `ub_cfgs`, the choices are those of the file that
-    # `JAX_UB_TUNED` names. Processes compare their choices, which must be equal.
+    # Without a tuned file in `ub_cfgs`, the methods come from the file that
+    # `JAX_UB_TUNED` names. The processes compare these methods, which must be equal.
     choices = tuned_file.process_table()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned_file.read_table(os.fspath(ub_cfgs)), AUTOMATIC
@@ -234,11 +234,11 @@ def make_initialized_axis(
         devices,
         rank_groups(mesh, axes, [device.id for device in devices]),
         axes,
-        # If the rows do not divide by the ranks and splits, every slot has the size of
-        # the largest chunk, which needs at most one more row for each chunk.
+        # If the number of ranks and splits does not divide the rows, every slot has the
+        # size of the largest chunk, so that each chunk needs at most one more row.
         capacity=(shape[0] + num_chunks) * shape[1],
-        # An all-reduce needs the most slots: one per chunk to reduce-scatter, and one
-        # per chunk to all-gather.
+        # The number of receive buffers (slots) per rank. An all-reduce needs most: one
+        # per chunk for its reduce-scatter, and one per chunk for its all-gather.
         num_slots=2 * num_chunks,
     )
     return InitializedAxis(

@@ -127,7 +127,7 @@ class MemoryReport:
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
-        """Returns tables of buffers by mesh axis, then lines on slots, heaps, GPUs."""
+        """Returns tables of buffers by mesh axis, then lines about slots and GPUs."""
         slots = f"slots of calls within this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
@@ -223,8 +223,8 @@ def _axis_memory(
 def _transformer_engine_bytes(axis: InitializedAxis) -> int:
     """Returns how many bytes Transformer Engine would allocate for a rank of the axis.
 
-    It allocates a buffer for each of its twelve names, also for a wgrad that has
-    nothing to communicate because its dgrad reduce-scatters.
+    Transformer Engine allocates a buffer for each of its twelve names, even for a wgrad
+    that communicates nothing because the dgrad reduce-scatters dx.
     """
     num_unused = sum(
         (name, mode) not in axis.overlaps

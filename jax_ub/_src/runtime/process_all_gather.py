@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
 
-# Longest pause between two polls. With more than 50 other processes, it is
-# _PAUSE_S_PER_PROCESS for each of them, because all of them poll one service.
+# Seconds between two polls, at most. With more than 50 other processes, the pause is
+# _PAUSE_S_PER_PROCESS for each of them, because all processes poll the same service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
-# How long an interrupted process waits for the others, to send them its failure.
+# Seconds that an interrupted process waits for the others, to send its failure to them.
 NOTIFY_S = 2.0
 
 Values = dict[int, Any]  # JSON values, by process index
@@ -83,18 +83,18 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Used by the coordinator only, for each other process: the random number of its
-        # attempt, and the answers that were sent to it, one per round. `_failure` is
-        # the answer that reports a failure.
+        # Only for the coordinator, keyed by process: `_numbers` has the random number
+        # of the process's attempt, `_answers` the answers that were sent to the
+        # process, one per round. `_failure` is the answer that reports a failure.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Used by members (all processes except for the coordinator) only: the random
-        # number of the coordinator's attempt. Messages to the coordinator contain it.
+        # Only for members (all processes except for the coordinator): the random number
+        # of the coordinator's attempt, which messages to the coordinator contain.
         self._coordinator_number = ""
-        # Used by members only: whether the coordinator has answered. If its number
-        # changes after that, the new one belongs to another attempt, and is ignored.
+        # Only for members: whether the coordinator has answered. A different number of
+        # the coordinator then belongs to another attempt, and is ignored.
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
 
@@ -123,7 +123,7 @@ class ProcessAllGather:
         self._store.erase(f"answer.{self._number}")
 
     def _send_to_members(self, failure, error):
-        """Sends the coordinator's failure to all other processes, also to late ones.
+        """Sends the coordinator's failure to all other processes, including late ones.
 
         Waits up to `NOTIFY_S` for processes that have not arrived yet.
         """
@@ -152,8 +152,8 @@ class ProcessAllGather:
             time.sleep(_LONGEST_PAUSE_S)
 
     def _describe(self, error):
-        # The text of jax_ub's errors is clear in any process. Other exceptions need
-        # their `repr`, which contains the type.
+        # Errors of jax_ub have a text that is clear in any process. For other
+        # exceptions, the `repr` is sent, because it includes the type.
         is_own = isinstance(error, UbError)
         reason = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
         text = f"initialize_ub: process {self._process} failed: {reason}"
@@ -192,8 +192,8 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # Reads the messages even of processes that have arrived, because they may
-            # have failed since.
+            # The messages of processes that have arrived are read again, because they
+            # may have failed since.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
@@ -217,8 +217,7 @@ class ProcessAllGather:
         if message is None or message["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, message["number"]) != message["number"]:
-            # The process has restarted its attempt. Sends the failure to the new
-            # attempt, too.
+            # The process has begun a new attempt, which also gets the failure.
             self._numbers[other], self._answers[other] = message["number"], []
             self._fail(f"initialize_ub: process {other} failed and started again.")
         if "failed" in message:
@@ -244,9 +243,9 @@ class ProcessAllGather:
         pause = _Pause(timeout_s, len(self._others))
         while True:
             how = self._lost(self._coordinator)
-            # Must read the coordinator's message before the answer. If the coordinator
-            # restarts, it first answers with the failure and then writes a new number.
-            # A member that sees the new number therefore sees the failure, too, and
+            # The coordinator's message must be read before the answer. A coordinator
+            # that restarts first answers with the failure and then writes a new number.
+            # A member that sees the new number therefore also sees the failure, and
             # does not send values of the old attempt to the new one.
             coordinator = _read(self._store, "coordinator")
             answers = _read(self._store, f"answer.{self._number}") or []
@@ -258,8 +257,8 @@ class ProcessAllGather:
                 )
             waiting = self._repeat(coordinator)
             if pause.is_over():
-                # If the coordinator waits for no other process, the coordinator itself
-                # is missing.
+                # If the coordinator waits for no other process, the missing process is
+                # the coordinator.
                 missing = [other for other in waiting if other != self._process]
                 missing = missing or [self._coordinator]
                 raise TimeoutError(_missing_text(missing, timeout_s))

@@ -34,9 +34,10 @@ from jax_ub._src.runtime import settings, tuned_file
 from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.tuned_file import TunedTable
 
-# Held by a thread while it changes the registry. The processes of a mesh agree on one
-# change at a time: each has one message per process in the key-value store. The lock is
-# reentrant, since a signal handler may call `destroy_ub` during `initialize_ub`.
+# Held by a thread while it changes the registry, because the processes of a mesh can
+# agree on only one change at a time: the key-value store has one message per process.
+# The lock is reentrant, since a signal handler may call `destroy_ub` during
+# `initialize_ub`.
 CHANGING = threading.RLock()
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
@@ -65,7 +66,7 @@ class LayerName(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Settings and buffer size of a named overlap, that is, of one pass of a layer.
+    """Settings and buffer size of a named overlap, which is one pass of a layer.
 
     `CommOverlap` documents the fields.
     """
@@ -131,9 +132,9 @@ class CommOverlapP2P(Overlap):
     """
 
 
-# Part of the message if a call falls back to plain JAX because it needs a larger shape
-# than `initialize_ub` was given. The lowering searches messages for this text, to name
-# a page of the documentation.
+# Part of the reason for a fallback to plain JAX: the call needs a larger shape than
+# `initialize_ub` was given. The lowering rule searches reasons for this text, to add a
+# reference to a page of the documentation.
 TOO_SMALL = "but the buffers"
 
 
@@ -159,7 +160,7 @@ class InitializedAxis:
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Returns why a call does not fit into the axis's buffers; None if it does.
+        """Returns why a call does not fit into the axis's buffers, or None if it does.
 
         A call with symbolic sizes runs as plain `jax.lax` or is rejected anyway.
         """
@@ -171,9 +172,9 @@ class InitializedAxis:
         if needed * features <= holds:
             if not self.device_groups.any_spans_processes:
                 return None
-            # Within a process, receive buffers are allocated for each call. Memory that
-            # processes share has a fixed size, into which the padding of uneven splits
-            # must fit, too.
+            # If all ranks are in one process, receive buffers are allocated for each
+            # call. Memory that processes share has a fixed size, which must also
+            # include the padding of uneven splits.
             holds = self.device_groups.capacity
             num_chunks = self.tp_size * num_splits
             needed = math.prod(batch) * checks.round_up(rows, num_chunks)
@@ -247,7 +248,8 @@ def tuned_table(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None
     return found.pop() if len(found) == 1 else tuned_file.process_table()
 
 
-# Checks `use_fp8`. A quantization mode passed by mistake would count as true.
+# Checks the argument `use_fp8`. Without the check, a quantization mode would count as
+# True.
 check_use_fp8 = checks.option_check(
     lambda value: isinstance(value, int | np.bool_) and value in (0, 1),
     "a bool",

@@ -8,11 +8,11 @@ import os
 
 from jax_ub._src.errors import ConfigurationError, shown
 
-# Longest timeout. The engine counts nanoseconds in 64 bits, so a longer one would
-# overflow and expire at once.
+# Longest timeout in seconds. A longer one would overflow the engine's 64-bit count of
+# nanoseconds, and expire at once.
 _LONGEST_TIMEOUT_S = 1e9
-# Shortest timeout. A process may wait almost this long for a core, so a shorter one
-# would report running processes as lost.
+# Shortest timeout in seconds. A process may wait almost this long for a core, so with a
+# shorter timeout, running processes would be reported as lost.
 _SHORTEST_TIMEOUT_S = 0.1
 _MOST_THREADS = 1 << 20
 DEFAULT_TIMEOUT_S = 120.0
@@ -24,7 +24,7 @@ NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
-    """Returns `JAX_UB_METHOD`, the method of calls that do not specify one, or None."""
+    """Returns `JAX_UB_METHOD`, the default method of calls, or None if it is unset."""
     return os.environ.get("JAX_UB_METHOD") or None
 
 
@@ -111,7 +111,7 @@ def xla_memory_share() -> float:
         share = float(text or 0.75)
     except ValueError:
         share = math.nan
-    # An invalid fraction counts as XLA's default, 0.75, because XLA reports the error.
+    # XLA reports an invalid fraction. Until then, its default of 0.75 is assumed.
     return min(share, 1.0) if share > 0 else 0.75
 
 
@@ -141,7 +141,7 @@ def shares_hardware_queue() -> bool:
 
 
 def tuned() -> str | None:
-    """Returns `JAX_UB_TUNED`: path of a file with the fastest methods by size, or None.
+    """Returns `JAX_UB_TUNED`, the path of a file with the fastest methods, or None.
 
     Method "auto" follows this tuned file. `python -m jax_ub tune` writes such files.
     """
@@ -149,7 +149,7 @@ def tuned() -> str | None:
 
 
 def host_id() -> str | None:
-    """Returns `JAX_UB_HOST_ID`, which replaces the identity of this host, or None.
+    """Returns `JAX_UB_HOST_ID`, an identity for this host, or None if it is unset.
 
     Processes with different values do not share memory.
     """
@@ -212,7 +212,7 @@ def version_of_file(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# Python code for error messages: a line that appends a flag to `XLA_FLAGS`.
+# A line of Python for error messages, which appends a flag to `XLA_FLAGS`.
 ADDING_XLA_FLAGS = (
     'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
 )

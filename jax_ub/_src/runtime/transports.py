@@ -6,7 +6,7 @@ from typing import Any
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.communicators import DeviceGroups, Group
 
-# `TransportSetup.endpoint_info` of each process with a rank of a group.
+# The result of `TransportSetup.endpoint_info` in each process, by process index.
 EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 

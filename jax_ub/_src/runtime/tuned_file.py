@@ -33,14 +33,13 @@ from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 SCHEMA = 1
 # Methods that a tuned file may select for ops with communication.
 METHODS = tuple(each for each in Method if each not in (Method.AUTO, Method.BULK))
-# Name of an op in tuned files: dgrad and wgrad of a column-parallel layer, timed
-# together with their all-gather and reduce-scatter. With "bulk", the communication is
-# concurrent with GEMMs that do not depend on it. Sizes M, K, N are those of the forward
-# pass.
+# Op in tuned files: dgrad and wgrad of a column-parallel layer, timed together with
+# their all-gather and reduce-scatter. With "bulk", each collective is concurrent with a
+# GEMM that does not depend on it. The sizes M, K, N are those of the forward pass.
 COLUMN_GRADIENTS = "column_gradients"
-# Names of GEMMs without communication in tuned files: P (the number of ranks) is 1, and
-# the operands are [M, K] and [K, N]; a wgrad contracts their rows. They differ in the
-# layout of the operands and in what is added to the product.
+# Ops in tuned files that are GEMMs without communication. P (the number of ranks) is 1,
+# and the operands are [M, K] and [K, N]; a wgrad contracts their rows. The ops differ
+# in the layout of the operands and in what is added to the product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
 # The ops that a tuned file may contain. The first three combine a GEMM with
 # communication.
@@ -78,7 +77,8 @@ class TunedKey:
 class Environment:
     """The device kind and library versions with which methods were measured.
 
-    They are used only in an equal environment, since times differ in others.
+    Methods are used only in an equal environment, since the fastest ones differ in
+    others.
     """
 
     device: str
@@ -208,7 +208,7 @@ def _read_table(path, version):
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the device kind and library versions of this process."""
+    """Returns the device kind and the library versions of this process."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
     if cuda_engine.is_cuda(device):

@@ -40,9 +40,9 @@ def parallel_of_spec(
 ) -> str | None:
     """Returns "column", "row" or None for a kernel `[*in, *out]` by its partition spec.
 
-    It is "row" if an input dimension is sharded over all of `axis_name`, and "column"
-    if an output dimension is. It is None if no dimension is, or if the spec is None
-    (unknown). `num_in` is the number of input dimensions.
+    The result is "row" if an input dimension is sharded over all of `axis_name`, and
+    "column" if an output dimension is. The result is None if no dimension is, or if the
+    spec is None (unknown). `num_in` is the number of input dimensions.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -78,7 +78,7 @@ class _PortableMesh:
         return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
 
     def find(self) -> Mesh | None:
-        """Returns a `Mesh` of this process's devices; None if a device is missing."""
+        """Returns the `Mesh`, or None if this process lacks one of its devices."""
         known = {(device.platform, device.id): device for device in jax.devices()}
         devices = [known.get((self.platform, each)) for each in self.device_ids]
         if None in devices:
@@ -88,9 +88,9 @@ class _PortableMesh:
 
 
 class PickledMeshes:
-    """Base class of objects that pickle a `Mesh` in an attribute by its device ids.
+    """Base class of objects that pickle the `Mesh` in an attribute by its device ids.
 
-    It is None in the loading process if that process lacks one of the devices.
+    After loading, the attribute is None if the process lacks one of the devices.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class PickledMeshes:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingLayout(PickledMeshes):
-    """Hashable description of how a linear layer is sharded and executed.
+    """How a linear layer is sharded and executed, as a hashable description.
 
     `jax_ub.flax.Linear` documents the fields that are its arguments, too. The others
     are:
@@ -139,7 +139,7 @@ class ShardingLayout(PickledMeshes):
     replicated_op: str | None = None
 
     def __post_init__(self):
-        """Checks the fields, and normalizes names of axes to tuples or strings."""
+        """Checks the fields, and converts axis names to tuples or single strings."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
             parallel = resolve_parallel(self.op, self.parallel)
@@ -194,7 +194,7 @@ class ShardingLayout(PickledMeshes):
 
     @property
     def op(self) -> str:
-        """Returns the layer's name in error messages, `linear(parallel=...)`."""
+        """Returns how errors name the layer: `linear(parallel=...)`."""
         if self.replicated_op is not None:
             return self.replicated_op
         return call_label(f"linear(parallel={shown(self.parallel)})", self.ub_name)
@@ -211,12 +211,12 @@ class ShardingLayout(PickledMeshes):
 
     @property
     def fsdp_dim(self) -> int:
-        """Returns which dimension of the stored kernel `fsdp_axes` shard: 0 or 1."""
+        """Returns the dimension of the stored kernel that FSDP shards: 0 or 1."""
         return self.in_out((0, 1))[self._fsdp_dim]
 
     @property
     def _fsdp_dim(self):
-        """Returns which dimension of the kernel as [in, out] `fsdp_axes` shard."""
+        """Returns the dimension of the kernel as [in, out] that FSDP shards: 0 or 1."""
         return self.mode.kernel.index(False)
 
     @property
@@ -300,7 +300,7 @@ class ShardingLayout(PickledMeshes):
         return mesh
 
     def global_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Returns `find_mesh` for global arrays; None for shards in a `shard_map`."""
+        """Returns `find_mesh` for global arrays, None for shards in a `shard_map`."""
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
@@ -410,7 +410,7 @@ class ShardingLayout(PickledMeshes):
         )
 
     def _instead_of(self, spec):
-        """Returns the spec that `check_kernel_spec` recommends instead of `spec`.
+        """Returns the partition spec that `check_kernel_spec` recommends for a kernel.
 
         Axes in `spec` besides `axis_name` move to the FSDP dimension.
         """

@@ -86,8 +86,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     is_exported = checks.has_symbolic_sizes(x)
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
-        # Checks here whether two calls accumulate into the same main_grad. The ops
-        # cannot detect it, because `shard_map` and reshapes pass new arrays to them.
+        # The check whether two calls accumulate into the same main_grad is made here,
+        # because `shard_map` and reshapes pass new arrays to the ops.
         claim_main_grads(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
@@ -101,8 +101,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     operands = (*operands, fp8_states)
     x_matrix = operands[0]
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
-        # The ops reject empty arrays, so the result is made here. With a main_grad, the
-        # ops' error is wanted, because a constant result would discard the main_grad.
+        # The ops reject empty arrays, so the empty result is made here. With a
+        # main_grad, the ops must raise their error, because an empty result would
+        # discard the main_grad.
         ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
@@ -114,9 +115,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
             ys = _without_shard_map(layout, mesh, out_dtype, *operands)
         else:
             layout, repeated = _fitted_layout(layout, mesh, x_matrix)
-            # The settings of `initialize_ub` and of the environment are a static
-            # argument, so that they are part of jit's cache key: tracing the layer
-            # looks up its name and method there.
+            # Tracing the layer looks up its name and method in the settings of
+            # `initialize_ub` and of the environment. As a static argument, the settings
+            # are part of jit's cache key.
             configuration = registry.configuration()
             ys = _shard_mapped(
                 configuration, layout, mesh, out_dtype, repeated, *operands
@@ -130,9 +131,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     return tuple(_add(y, residual) for y in ys)
 
 
-# The function is jitted, so that an eager call is one program. It is not inlined,
-# because outside jax.jit JAX 0.10.2 evaluates the operations of scans and
-# jax.checkpoint one by one.
+# The function is jitted so that an eager call runs one program. It is not inlined,
+# because outside jax.jit JAX 0.10.2 evaluates an inlined function's scans and
+# jax.checkpoint one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     """Runs a linear layer in a `shard_map` over all axes that are not manual yet."""
@@ -162,7 +163,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
 
 
 def _with_single_main_grads(body, replicas, x, kernels, biases, main_grads, *others):
-    """Calls `body` with main_grads on the first of the replicas, and zeros on others.
+    """Calls `body` with main_grads on the first replica and with zeros on the others.
 
     Otherwise JAX would sum the accumulated values of all replicas.
     """
@@ -193,12 +194,12 @@ def _shard_function(layout, fsdp_axes, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether several kernels need one call each, as in all ops but AG+GEMM."""
+    """Returns whether each of several kernels needs its own call (all but AG+GEMM)."""
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
-    """Computes the layer in a separate call for each kernel; returns all results."""
+    """Calls `run` once for each kernel of a layer, and returns all results."""
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
     rows = zip(*each, strict=True)
@@ -206,12 +207,12 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
 
 
 def _present(arrays):
-    """Returns `arrays` as a tuple; None if there are none, or they are None."""
+    """Returns `arrays` as a tuple, or None if there are no arrays."""
     return None if arrays is None or arrays[0] is None else tuple(arrays)
 
 
 def _with_manual_fsdp(layout, kernels, num_in):
-    """Moves FSDP axes of the caller's `shard_map` to `layout.manual_fsdp_axes`.
+    """Moves axes that are manual in a `shard_map` from `fsdp_axes` to another field.
 
     Returns:
         The layout, and the shapes of the kernels without sharding over these axes.
@@ -237,7 +238,7 @@ def _check_operands(layout, x, shapes, residual, num_in):
     checks.check_array(layout.op, "residual", residual)
     outs = tuple(shapes[0][num_in:])
     # The residual's number of tokens is compared only for global arrays. Inside
-    # shard_map, the op itself checks the number of tokens per rank.
+    # shard_map, the op compares the number of tokens per rank.
     is_whole = layout.parallel == "row" and not layout.is_local()
     wanted = (*x.shape[: x.ndim - num_in], *outs) if is_whole else outs
     found = residual.shape if is_whole else residual.shape[-len(outs) :]
@@ -250,7 +251,7 @@ def _check_operands(layout, x, shapes, residual, num_in):
 
 
 def _as_matrices(layout, operands, num_in, out_dtype):
-    """Reshapes a layer's operands to matrices; returns them and the result's dtype.
+    """Reshapes a layer's operands to matrices. Returns these and the result's dtype.
 
     A single kernel is not in a tuple. Only a row layer keeps the residual.
     """
@@ -277,13 +278,13 @@ def merge_features(x: jax.Array, num_dims: int) -> jax.Array:
     """Merges the last `num_dims` dimensions of an array into one."""
     lead = x.ndim - num_dims
     x = _sharded_only_along(x, range(lead + 1))
-    # The merged size is not passed as -1, because reshape cannot infer it if the array
-    # is empty.
+    # The merged size is computed, because reshape cannot infer a size of -1 if the
+    # array is empty.
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
 def _sharded_only_along(array, dims):
-    """Replicates the other dimensions of an array with an explicit sharding.
+    """Replicates an explicitly sharded array along all dimensions except `dims`.
 
     A JAX reshape cannot merge dimensions of which a later one is sharded.
     """
@@ -295,7 +296,7 @@ def _sharded_only_along(array, dims):
 
 
 def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
-    """Returns the results of an empty x, with the types that other results have."""
+    """Returns results for an empty x, with the shapes and types of other results."""
     shapes = [(*x.shape[:-1], math.prod(out)) for out in outs]
     ys = [jnp.zeros(shape, out_dtype or x.dtype) for shape in shapes]
     ys = vma.pcast_varying(ys, vma.axes_of(x, *kernels))
@@ -323,8 +324,8 @@ def _typed_layout(layout, mesh, kernels, num_in):
     layout = layout.with_fsdp_of(specs[0], mesh, num_in)
     for kernel, spec in zip(kernels, specs, strict=True):
         # The ranks must divide the first in and out dimensions, not only the merged
-        # ones: the number of ranks may divide heads * head_dim even if it does not
-        # divide the heads.
+        # ones. For example, they may divide heads * head_dim without dividing the
+        # heads.
         shape = layout.in_out(kernel.shape)
         layout.check_features((shape[0], shape[num_in]), mesh)
         layout.check_kernel_spec(spec, num_in)
@@ -416,8 +417,8 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
     sizes = None
     is_shared = isinstance(kernels, tuple) and not _has_separate_calls(layout, kernels)
     if is_shared and layout.fp8 is not None:
-        # The kernels share an FP8 scale and its state, so they are concatenated and
-        # multiplied as one.
+        # Kernels that share an FP8 scale and its state are concatenated, and multiplied
+        # as a single kernel.
         sizes = [layout.in_out(kernel.shape)[1] for kernel in kernels]
         others[1:4] = (_joined(layout, each) for each in others[1:4])
     with lowering_log.falling_back(layout.op, reason):
@@ -437,7 +438,7 @@ def _joined(layout, arrays):
 
 
 def _add(y, residual):
-    """Adds a residual to a result; on an explicit mesh, reshards it first like `y`."""
+    """Adds a residual to y. On an explicit mesh, first reshards the residual like y."""
     sharding = jax.typeof(y).sharding
     if residual.shape == y.shape and AxisType.Explicit in sharding.mesh.axis_types:
         residual = jax.sharding.reshard(residual, sharding)
@@ -457,18 +458,18 @@ def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Reshapes y [..., N] to [..., *sizes]; the first new axis is sharded as N was."""
+    """Reshapes y [..., N] to [..., *sizes]; the first of these is sharded like N."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y.reshape(shape)
-    # The sharding is given explicitly, because JAX would shard another dimension if the
-    # first new one had size 1.
+    # Without an explicit sharding, JAX would shard another of the new dimensions if the
+    # first one had size 1.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))
 
 
 def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Reshards y to the caller's `out_sharding`; None keeps y's sharding."""
+    """Reshards y to the caller's `out_sharding`. With None, y keeps its sharding."""
     if out_sharding is None:
         return y
     if not isinstance(out_sharding, Sharding | P):
@@ -490,6 +491,6 @@ def _on_first_replica(main_grad, axes):
     first = jax.lax.axis_index(axes) == 0
     others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
     # The difference equals jnp.where(first, main_grad, 0), but its derivative is the
-    # identity on every replica: jnp.where would discard the cotangents of all replicas
-    # except the first.
+    # identity on every replica, whereas jnp.where discards the cotangents of all
+    # replicas except the first.
     return main_grad - others
