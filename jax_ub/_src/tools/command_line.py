@@ -50,7 +50,7 @@ class ScriptError(UbError, ValueError):
 
 
 def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that calls `read` with the text of an option.
+    """Returns an argparse `type` that parses the text of an option by `read`.
 
     If `read` raises a `UbError`, argparse prints its message and the usage, and exits.
     """
@@ -95,7 +95,7 @@ method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 def positive(text: str) -> int:
     digits = text.lstrip("0") if text.isdecimal() else ""
-    # `int` raises an error for texts of more than 4300 digits.
+    # `int` raises an error for texts of more than 4300 digits, so the digits are cut.
     value = int(digits[:_MOST_DIGITS] or 0)
     if value < 1:
         raise argparse.ArgumentTypeError(
@@ -109,7 +109,7 @@ def positive(text: str) -> int:
 
 
 def amount_of(unit: str) -> Callable[[str], float]:
-    """Returns an argparse `type` that parses a number of this unit.
+    """Returns an argparse `type` that parses a number with a unit, such as GB/s.
 
     The number must be in a range in which quotients of amounts and sizes are finite.
     """
@@ -163,7 +163,7 @@ class Shape:
 
     @property
     def row(self) -> "Shape":
-        """Returns the sizes of the row-parallel layer that follows: K and N swap."""
+        """Returns the sizes of the row-parallel layer after it: K and N swap."""
         return Shape(self.M, self.N, self.K)
 
     def sizes(self, dimensions: str) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def replaced_path(text: str) -> pathlib.Path:
 
 
 def load_extra(package: str, option: str) -> Any:
-    """Imports a package of the extra `jax_ub[bench]`, or says how to install it."""
+    """Imports a package of the extra `jax_ub[bench]`; errors say how to install it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -239,7 +239,7 @@ def add_json(
 
 
 def _json_path(text: str) -> pathlib.Path:
-    # The path is absolute, because a program may change the working directory.
+    # The path is made absolute, because a program may change the working directory.
     return STDOUT if text == "-" else output_path(text).absolute()
 
 
@@ -283,14 +283,14 @@ def program_stdout(given: argparse.Namespace) -> Any:
 
 
 def colored(text: str, color: str | None) -> str:
-    """Returns a text in a color if stdout is a terminal and `NO_COLOR` is not set."""
+    """Returns `text` in a color if stdout is a terminal and `NO_COLOR` is not set."""
     if color is None or settings.no_color() or not _is_terminal(sys.stdout):
         return text
     return f"\033[{_COLORS[color]}m{text}\033[0m"
 
 
 def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
-    """Yields the cases; shows "bench: 2 of 9" and so on if stderr is a terminal."""
+    """Yields the cases, and shows "bench: 2 of 9" and so on if stderr is a terminal."""
     try:
         for number, case in enumerate(cases, start=1):
             _show_progress(f"{command}: {number} of {len(cases)}")
@@ -319,7 +319,7 @@ def _is_terminal(stream):
 
 
 def split_program(program: list[str]) -> list[str]:
-    """Removes the leading "--", which argparse keeps before Python 3.13."""
+    """Removes a leading "--", which argparse keeps before Python 3.13."""
     return program[program[:1] == ["--"] :]
 
 
@@ -362,7 +362,8 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
     try:
-        # As in `python SCRIPT`, `__file__` is absolute: the script may change folders.
+        # The path is absolute, so that `__file__` is too, as in `python SCRIPT`. The
+        # script may change the working directory.
         runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -373,7 +374,7 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 
 
 def _check_source(script):
-    """Reports a syntax error in one line, unless the script is compiled or zipped."""
+    """Reports a syntax error in one line. Skips compiled and zipped scripts."""
     path = pathlib.Path(script)
     if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         return

@@ -42,7 +42,8 @@ def start(
     # cores while the next program is timed.
     settings.ask_openmp_to_sleep()
     if platform is not None:
-        # Has no effect if JAX has started; the number of devices is checked below.
+        # This has no effect if JAX has started already. The number of devices is
+        # checked below.
         jax.config.update("jax_platforms", platform)
     if requests_cpus:
         backend.request_cpu_devices(num_devices)
@@ -74,7 +75,7 @@ class Ranks:
         return self.devices[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Shards a host array, which is equal in all processes, over the mesh."""
+        """Shards an array of the host, equal in all processes, over the mesh."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -103,7 +104,7 @@ class Ranks:
 
 
 class ProcessRanks(Ranks):
-    """A 1D mesh of `num_ranks` devices, equally many of each process of a job."""
+    """A 1D mesh of `num_ranks` devices, equally many from each process of a job."""
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -117,7 +118,7 @@ class ProcessRanks(Ranks):
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Returns normal random numbers from `seed`, times `scale`, as a NumPy array."""
+    """Returns normally distributed random numbers, times `scale`, as a NumPy array."""
     try:
         return _drawn(seed, shape, np.dtype(dtype), scale).copy()
     except MemoryError as error:
@@ -127,8 +128,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
         ) from error
 
 
-# Cached, because drawing 8192 x 8192 numbers takes seconds, and all programs of a
-# benchmark case use copies of the same operands.
+# The results are cached, because drawing 8192 x 8192 numbers takes seconds, and all
+# programs of a benchmark case use the same operands.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):
     draws = np.random.default_rng(seed).standard_normal(shape, np.float32)

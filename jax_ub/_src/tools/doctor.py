@@ -47,7 +47,7 @@ _AXIS = "doctor"  # the mesh axis of the checks, which no program has configured
 
 
 class State(enum.Enum):
-    """Severity of a finding. The exit status of `doctor` is 1 only for a fault."""
+    """Severity of a finding. Only a fault makes the exit status of `doctor` 1."""
 
     OK = "ok"
     NOTE = "note"
@@ -97,7 +97,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Returns the findings of process 0, then different findings of other processes."""
+    """Returns the findings of process 0, and those of other processes that differ."""
     try:
         with parts.parts_of(
             "doctor",
@@ -118,7 +118,7 @@ def _in_processes(given) -> list[Finding]:
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Runs all checks; if JAX cannot start, only those that need no device.
+    """Runs all checks, or those that need no device if JAX cannot start.
 
     If `together`, all processes of the job call this, and the checks compute across
     processes. No process may have called `initialize_ub` then.
@@ -131,8 +131,8 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
             wrong.append(finding.text.removeprefix("doctor: "))
         yield finding
     for finding in _engines(together):
-        # An invalid environment variable makes most checks of the engines fail with the
-        # same text. It has been reported already, so these repetitions are skipped.
+        # An invalid environment variable, which has been reported before, makes most
+        # checks of the engines fail with the same text. These repetitions are skipped.
         if not any(text in finding.text for text in wrong):
             yield finding
 
@@ -322,9 +322,9 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Runs an all-gather + GEMM with each method; compares it with NumPy's x @ w."""
-    # Small integers, whose sums are exact. The chunks differ, so that chunks in a wrong
-    # order are found.
+    """Compares an all-gather + GEMM by each method with the result of NumPy."""
+    # The operands are small integers, whose sums are exact. All chunks differ, so that
+    # a wrong order of chunks is detected.
     x = (np.arange(8 * mesh.size * 16) % 23).reshape(-1, 16).astype(np.float32)
     w = x.T + 1
     for method in Method:

@@ -34,7 +34,8 @@ def _layers(hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> tuple[Layer, ..
     )
 
 
-# The linear layers of one transformer layer of each model, in the order of execution.
+# The linear layers of one transformer layer of each model, in the order in which they
+# run.
 MODELS: Mapping[str, tuple[Layer, ...]] = {
     "llama3-70b": _layers(8192, 10240, 57344, 28672),
     "llama3-405b": _layers(16384, 18432, 106496, 53248),

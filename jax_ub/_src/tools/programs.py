@@ -32,7 +32,7 @@ DEFAULT_SHAPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Makes candidates from functions of one device's operands, which they share.
+    """Makes programs to time from functions of one device's operands, which they share.
 
     Attributes:
         operands: global arrays.
@@ -59,9 +59,9 @@ class Programs:
         functions: Mapping[Any, Callable[..., Any]],
         find: Callable[[Sequence[Candidate]], Candidate] = fastest,
     ) -> Candidate:
-        """Returns the fastest of {variant: function}, as timed by `find`."""
+        """Returns the fastest of {variant: function}, according to the timer `find`."""
         found = find([self(name, f, variant) for variant, f in functions.items()])
-        # The trials have replaced the operand `carry`.
+        # The operand `carry` is created again, because the trials have replaced it.
         return dataclasses.replace(found, operands=self._fresh())
 
     def _fresh(self):
@@ -72,7 +72,7 @@ class Programs:
         return found
 
 
-# A function of (a, b) or (a, b, added) that returns the product, plus what is added.
+# A function of (a, b), or of (a, b, addend), that returns the product plus the addend.
 Gemm = Callable[..., jax.Array]
 
 

@@ -26,12 +26,12 @@ from jax_ub._src.tools.command_line import (
 from jax_ub._src.tools.models import MODELS, Layer
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
-# The tensor-parallel sizes that `--plot` draws.
+# The numbers of tensor-parallel ranks for which `--plot` draws bars.
 _DRAWN = (2, 4, 8)
 _SUFFIXES = (".png", ".pdf", ".svg")
 _COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
 _GROUP_WIDTH = 0.8
-# Memory traffic in bytes per element of a cast to FP8 with a scale per tensor or row:
+# Bytes of memory traffic per element of a cast to FP8 with a scale per tensor or row:
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
 _FP8_NOTES = (
@@ -86,7 +86,7 @@ def _sums(rows, *keys):
 def fp8_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts each layer's forward time in bf16 and FP8; returns a JSON object each.
+    """Predicts each layer's forward time in bf16 and in FP8; returns JSON objects.
 
     The last object has the sums over all layers.
     """
@@ -128,14 +128,14 @@ def predict_fp8(
     elif machine.is_host and gathers:
         wire_s = bf16.seconds + x_cast_s
     else:
-        # The GEMM and the collective run one after the other. The collective sends half
-        # the bytes.
+        # The collective runs after the GEMM, and sends half as many bytes as in bf16.
         wire_s = bf16.library_gemm_s + machine.vendor_collective_s(bf16.wire_s / 2)
         if gathers:  # the rows are converted to bf16, half as long as a cast
             wire_s += x_cast_s + cast_s(M * layer.K) / 2
         else:
-            # A rank casts M * N partial sums before it sends them. It then sums as many
-            # received ones, which takes about as long; hence the factor 2.
+            # A rank casts M * N partial sums before it sends them, and then sums as
+            # many received partial sums. These sums take about as long as the cast,
+            # hence the factor 2.
             wire_s += 2 * cast_s(M * layer.N)
     seconds = bf16.seconds, fp8.seconds + x_cast_s, wire_s
     return _fp8_times(*(1e6 * each for each in seconds))

@@ -23,15 +23,15 @@ from jax_ub._src.tools.command_line import load_extra
 from jax_ub._src.tools.devices import Ranks
 
 Values = Sequence[float] | np.ndarray
-# Name in tables of the time that the same FLOPs take at the peak rate of the CPU, with
-# tiles in the L1 cache. It is a lower bound of the times of all programs.
+# Name, in tables, of a lower bound for the times of all programs: the time of the same
+# FLOPs at the peak rate of the CPU, with operands in the L1 cache.
 PEAK = "peak"
-# Duration of a measurement of the peak rate: 20 times the wake-up time of a thread.
+# Seconds of one measurement of the peak rate: 20 times the wake-up time of a thread.
 _PEAK_DURATION_S = 0.005
-# `fastest` drops variants that take more than this many times as long as the fastest
-# one in the first round. It then times the others in this many rounds.
+# `fastest` first drops the variants that take more than _MAX_SLOWDOWN times as long as
+# the fastest one in one round. It then times the other variants in _TRIALS rounds.
 _MAX_SLOWDOWN, _TRIALS = 1.5, 4
-# A benchmark round is calm if other processes use at most this share of the CPU.
+# Largest share of the CPU that other processes may use in a calm benchmark round.
 _CALM = 0.05
 # The shortest interval in which the CPU load is measured, because the kernel counts CPU
 # time in ticks of 10 ms.
@@ -40,7 +40,7 @@ _MIN_INTERVAL_S = 0.1
 
 @dataclasses.dataclass(eq=False)
 class Candidate:
-    """A program to time with its operands; all candidates compute the same result.
+    """A program to time, with its operands. All candidates compute the same result.
 
     Attributes:
         name: column of the table that shows it.
@@ -70,8 +70,8 @@ class Candidate:
         return time.perf_counter() - start
 
 
-# By dtype, the highest rate in GFLOP/s that this process has measured as the peak. If a
-# later measurement is lower, another process used the cores or the clock is slower.
+# The highest rate, in GFLOP/s, that this process has measured as the peak, by dtype. A
+# later rate is lower if another process uses the cores or the clock is slower.
 _best_rates: dict[str, float] = {}
 
 
@@ -92,7 +92,7 @@ class PeakCandidate(Candidate):
 
 
 def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns a `PeakCandidate` in a list; its time is a lower bound of all programs.
+    """Returns [`PeakCandidate`], whose time is a lower bound for all programs.
 
     The list is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
     """
@@ -133,8 +133,8 @@ class WithThreads:
 
     def seconds(self) -> float:
         with engine_threads(self.num_threads):
-            # Threads of the program that ran before may still be spinning, so the first
-            # call is not timed.
+            # The first call is not timed, because threads of the previous program may
+            # still be spinning.
             self.candidate()
             return self.candidate.seconds()
 
@@ -171,7 +171,7 @@ class BackgroundLoad:
 
 @functools.cache
 def _background_load():
-    """Returns the `BackgroundLoad` that calls of `interleave` share by default.
+    """Returns the `BackgroundLoad` that all calls of `interleave` use by default.
 
     A load is measured over at least 0.1 s, and one call may take less time.
     """

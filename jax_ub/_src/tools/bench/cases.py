@@ -19,7 +19,8 @@ from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
 from jax_ub._src.tools.timing import PEAK, Candidate, fastest, peak_candidates
 
-# Names of the timed programs: columns of the benchmark's tables, and keys of its JSON.
+# Names of the timed programs, in the columns of the benchmark's tables and the keys of
+# its JSON.
 OWN = "jax_ub"
 BEST = "xla_best"
 NAIVE = "xla_naive"
@@ -28,20 +29,20 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# A program that multi-process cases are compared with: the same op on as many devices
-# of one process. It bounds the speed that several processes can reach.
+# Name of the program with which multi-process cases are compared: the same op on as
+# many devices of one process. Its speed is a bound for several processes.
 IN_PROCESS = "in_process"
-# Programs that FP8 calls are compared with: jax_ub's call of the same shape in bf16;
-# XLA's dots of FP8 values; XLA's dots of values that were quantized to FP8 and then
-# dequantized to bf16.
+# Names of the programs with which FP8 calls are compared: jax_ub's call of the same
+# shape in bf16; XLA's dots of FP8 values; XLA's dots of bf16 values that were quantized
+# to FP8 and dequantized.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED, PALLAS, BF16, XLA_F8, XLA_QDQ)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-# Values of --dtypes that select FP8 operands, and the recipe of each for the scales,
-# which are per tensor, block or row.
+# Values of --dtypes that select FP8 operands. Each has a recipe, whose scales are per
+# tensor, block or row.
 FP8_RECIPES: dict[str, Recipe] = {
     "fp8": recipes.Float8CurrentScaling(),
     "mxfp8": recipes.MXFP8BlockScaling(),
@@ -65,7 +66,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes that a benchmark's programs allocate besides operands and results.
+    """Memory in bytes, besides operands and results, that benchmark programs allocate.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
     best one. `avoided_bytes` is the size of a buffer that jax_ub does not allocate:
@@ -142,7 +143,7 @@ class Setup:
         variant: str = "",
         **more: Any,
     ) -> Case:
-        """Returns a benchmark case; on CPUs, adds the peak rate to the candidates.
+        """Returns a benchmark case. On CPUs, the peak rate is one of its candidates.
 
         A text among the candidates says why a program cannot run. The FLOPs of a call
         are those of `num_gemms` GEMMs of size `shape`. Without FLOPs, the peak rate is
@@ -160,12 +161,12 @@ class Setup:
 
 
 def wide_dtype(dtype: str) -> str:
-    """Returns the dtype of a case's results: `dtype`, or bf16 for FP8 operands."""
+    """Returns the dtype of a case's results: bf16 if `dtype` is FP8, else `dtype`."""
     return "bfloat16" if dtype in FP8_RECIPES else dtype
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a copy program, whose time is a lower bound for the programs of a case.
+    """Returns a program that copies `num_bytes`, a lower bound for a case's time.
 
     It runs on one device, and reads and writes `num_bytes` in total.
     """
@@ -192,9 +193,9 @@ def check_agreement(case: Case) -> None:
     best = next(name for name in (BEST, XLA_QDQ, OWN) if name in results)
     sizes = dataclasses.astuple(case.shape)
     bound = tolerance(wide_dtype(case.dtype), max(sizes))
-    # Values that differ by rounding may be quantized to neighboring FP8 numbers. That
-    # changes one term of a sum, and a sum of n terms is about sqrt(n) times as large as
-    # a term. The largest terms are about twice as large as the others, hence the 2.
+    # Values that differ by rounding may be quantized to neighboring FP8 numbers, which
+    # changes one term of a sum. A sum of n terms is about sqrt(n) times as large as a
+    # typical term, and the largest terms are about twice that size, hence the 2.
     bound += 2 * case.fp8_rounding / min(sizes) ** 0.5
     for name, found in results.items():
         for x, y in zip(found, results[best], strict=True):
@@ -218,7 +219,7 @@ def tolerance(dtype: str, contracting: int) -> float:
 
 
 def _host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns an array in f64; if other processes hold parts, its first local shard."""
+    """Returns an array in f64, or this process's first shard if it spans processes."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

@@ -23,7 +23,7 @@ from jax_ub._src.tools.launch.parts import count
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
 DTYPES = (*Options.dtypes, *cases.FP8_RECIPES)
-# Format version in the JSON; incremented when a key changes its meaning.
+# Version of the JSON format. Must be incremented when a key changes its meaning.
 SCHEMA = 2
 
 
@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_json(parser, "all figures")
     several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
-    # Internal: with --processes, the benchmark starts processes with this option, which
-    # is the path for their results.
+    # Internal option, the path for results: with --processes, the benchmark passes it
+    # to the processes that it starts.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
 
 def options(given: argparse.Namespace) -> Options:
-    """Returns the options of a command line, completed with defaults and checked."""
+    """Returns the options of a command line, checked and completed with defaults."""
     in_job = given.processes is not None
     chosen: dict[str, Any] = {"ops": JOB_OPS if in_job else tuple(OPS)}
     if given.quick:
@@ -71,7 +71,7 @@ def options(given: argparse.Namespace) -> Options:
         chosen["devices"] = given.processes
     found = Options(**chosen)
     unmeasured = _unmeasured(found, in_job)
-    # Without --ops, the ops are those that have cases with these options.
+    # Without --ops, all ops are meant that have cases with the other options.
     named = [] if given.ops is None else unmeasured.values()
     for reason in (*_conflicts(given, found), *named):
         raise UnsupportedOverlapError(f"bench: {reason}")
@@ -97,7 +97,7 @@ def _check_shapes(found, option):
 
 
 def _check_blocks(op, shape, num_ranks):
-    """Raises an error unless blocks of MXFP8 divide what the GEMMs contract over."""
+    """Raises an error unless MXFP8 blocks divide the sizes that the GEMMs contract."""
     least_N = MXFP8_BLOCK * num_ranks
     is_column = op in ("all_gather_matmul", "linear_pair")
     is_row = op != "all_gather_matmul"
@@ -110,7 +110,7 @@ def _check_blocks(op, shape, num_ranks):
 
 
 def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
-    """Returns why options of a command line, `given`, have no effect.
+    """Returns the reasons why options of a command line have no effect.
 
     `found` has the options with their defaults.
     """
@@ -134,7 +134,8 @@ def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
         conflicts[f"{of}, on one device. Add 1 to --devices."] = 1 not in found.devices
     for option, ops in (("shapes", FIXED_SHAPES), ("dtypes", ("barrier",))):
         text = f"--{option} has no effect on {', '.join(found.ops)}. Leave it out."
-        # The processes of a job get all options, also the defaults.
+        # The processes of a job get all options, including defaults that the user has
+        # not given.
         is_given = given.part is None and getattr(given, option) is not None
         conflicts[text] = is_given and set(found.ops) <= set(ops)
     return [text for text, is_so in conflicts.items() if is_so]
@@ -179,7 +180,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _report(given, chosen, measured):
-    """Prints a table for each op, as soon as it is `measured`, and writes the JSON."""
+    """Prints the table of each op as soon as it is measured, and writes the JSON."""
     about = report.environment()
     command_line.say(given, report.describe(about, chosen.rounds))
     results: list[Result] = []

@@ -15,9 +15,9 @@ from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.programs import Programs
 
-# The dimensions of the input and of the result of a sequence, such as "MK", and its
-# operations. An extra input has the shape of the result, an extra output the shape of
-# the input.
+# A sequence to benchmark: the dimensions of its input and of its result, such as "MK"
+# for [M, K], and its operations. An extra input has the shape of the result, and an
+# extra output has the shape of the input.
 _Sequence = tuple[str, str, tuple[ops.BasicOperation, ...]]
 
 
@@ -28,7 +28,7 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
     local operations such as a linear layer and its bias.
     """
     sequences = _overlapped if setup.ranks.num_ranks > 1 else _local
-    # jax_ub's sequences and those in plain `jax.lax` differ in the method.
+    # The sequences in jax_ub and in plain `jax.lax` differ only in the method.
     own, plain = (
         sequences(shape, jnp.dtype(setup.dtype), method) for method in (None, "xla")
     )
@@ -79,7 +79,7 @@ def _local(shape, dtype, method) -> dict[str, _Sequence]:
 
 
 def _case(setup, shape, variant, x, y, operations, plain) -> Case:
-    """Returns the benchmark case of a `_Sequence`; `plain` has XLA's operations."""
+    """Returns the benchmark case of a sequence. `plain` has the operations in XLA."""
 
     def spec_of(dims):
         spec = COLUMNS if "N" in dims else ROWS
@@ -100,7 +100,7 @@ def _case(setup, shape, variant, x, y, operations, plain) -> Case:
     specs = [*map(spec_of, operands)]
     arrays = [*map(draw, map(shape.sizes, operands), specs)]
     # The program returns the results and the gradients of its inputs. An extra output
-    # is the input x itself; an extra input is added to the result, and has a gradient.
+    # equals the input x. An extra input is added to the result, and has a gradient.
     results = jax.tree.map(spec_of, (y, *outputs) if outputs else y)
     gradients = (seq.specs(), *map(spec_of, (x, *inputs)))
     programs = Programs(

@@ -13,8 +13,9 @@ from jax_ub._src.tools.devices import COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.programs import Programs, own_gemm
 from jax_ub._src.tools.timing import Candidate
 
-# The variants of each op: a layout, and what is added to the GEMM. The public functions
-# `ub.dgrad_add` and `ub.wgrad_accumulate` add it to their last operand in place.
+# The variants of each op, named by the layout and by what is added to the GEMM. The
+# public functions `ub.dgrad_add` and `ub.wgrad_accumulate` add the product to their
+# last operand in place.
 VARIANTS = {
     "gemm": ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"),
     "dgrad_add": ("nt+add",),
@@ -59,7 +60,7 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
 
 
 def _programs(setup, shape, layout, added, out_dtype):
-    """Returns what makes programs with the operands a, b and a bias or an addend.
+    """Returns a `Programs` with operands a and b and, if needed, a bias or an addend.
 
     The result replaces an addend. Rows are sharded over the ranks. A wgrad sums over
     rows, so the columns of dy are sharded instead.

@@ -32,24 +32,27 @@ from jax_ub._src.tools.timing import Candidate
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
 
-# The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
-# column layer, "MN" the hidden features, "NK" the kernel of the row layer.
+# How each array is sharded, by its dimensions: "MK" is x or dy, "KN" the kernel of the
+# column-parallel layer, "MN" the hidden features, "NK" the kernel of the row-parallel
+# layer.
 _SPECS = {"MK": ROWS, "KN": COLUMNS, "MN": COLUMNS, "NK": ROWS}
-# Dimensions of the operands and the result of each GEMM, by its name: the layer and the
-# layout, such as "column_nn" or "row_nt". The row layer has K and N swapped.
+# For each GEMM, the dimensions of its operands and its result. The name has the layer
+# and the layout, such as "column_nn" or "row_nt". In the row layer, K and N are
+# swapped.
 _GEMMS = {
     f"{layer}_{layout}": tuple(dims.translate(swap) for dims in arrays)
     for layer, swap in (("column", {}), ("row", str.maketrans("KN", "NK")))
     for layout, arrays in peers.LAYOUTS.items()
 }
-# Shapes that two Zen 5 cores multiply in 0.8 ms (AVX512-BF16 for bf16, AVX512 for f32).
+# Shapes of GEMMs that take 0.8 ms on two Zen 5 cores (bf16 with AVX512-BF16, f32 with
+# AVX512).
 SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512)}
-# Both the tokens per rank and the features of the latency cases: a rank's arrays are
-# 16 x 16.
+# Size of the arrays in latency cases: a rank has 16 tokens with 16 features.
 _WIDTH = 16
 LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
-# Dispatching a program costs time once per program, not once per call in it. This time
-# cancels in the difference between a chain of 1 + MORE_CALLS calls and a single call.
+# Number of additional calls in a chain of calls, whose time minus that of a single call
+# gives the time of these calls. The time to dispatch a program cancels in the
+# difference.
 MORE_CALLS = 100
 
 
@@ -84,7 +87,7 @@ class LinearOp:
     def on(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Programs:
-        """Returns what makes programs of the op, with random operands on `ranks`.
+        """Returns a `Programs` for the op, with random operands on `ranks`.
 
         With a recipe, the operands are quantized to FP8, except for gradients.
         """
@@ -97,7 +100,7 @@ class LinearOp:
         return Programs(ranks, operands, specs, jax.tree.map(_SPECS.get, self.results))
 
     def on_layers(self, layers: Callable[[], Collectives]) -> Program:
-        """Returns XLA's program; each trace of it calls `layers`."""
+        """Returns XLA's program, which creates its layers by `layers()` when traced."""
 
         def program(*operands):
             made = layers()
@@ -108,7 +111,7 @@ class LinearOp:
     def in_xla(
         self, dots: dict[str, DotVariant], dtype: str, **fp8: Any
     ) -> dict[Any, Program]:
-        """Returns {variant: XLA program}, one for each way to reduce partial sums.
+        """Returns {variant: XLA program}, for each way to reduce the partial sums.
 
         Partial sums have the dtype `dtype` in some of the programs and f32 in the
         others, because the fastest choice depends on the machine. `dots` has the GEMMs
@@ -129,7 +132,7 @@ class LinearOp:
 def _quantized_operand(
     ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str
 ) -> tuple[Any, Any]:
-    """Quantizes a global array to FP8; returns it, sharded, and its partition specs.
+    """Quantizes a global array to FP8, and shards it. Returns it with partition specs.
 
     A gradient is returned as it is.
     """
@@ -145,7 +148,7 @@ def _quantized_operand(
 
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
-    """Returns an op's cases; `column` has the sizes of an MLP's column-parallel layer.
+    """Returns the cases of an op. `column` has the sizes of the column-parallel layer.
 
     FP8 operands are quantized before the timed call. The pair of layers is also timed
     with `fp8=recipe`, which quantizes operands and gradients in the call.
@@ -168,7 +171,7 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def _case(op, setup, column, *, quantizes):
-    """Returns an op's benchmark case: jax_ub's program, those of XLA, and the limits.
+    """Returns an op's benchmark case: jax_ub's program, XLA's programs and the limits.
 
     FP8 operands are quantized within the timed call if `quantizes`, else before it.
     """
@@ -209,11 +212,11 @@ def _case(op, setup, column, *, quantizes):
         candidates.append(text if isinstance(kernel, str) else kernel[0])
     memory = None
     if not (is_pair or is_job):
-        # The gathered x of AG+GEMM, or each rank's partial sums.
+        # The dtype of the gathered x of an AG+GEMM, or of each rank's partial sums.
         dtype = jnp.dtype(wide) if is_row else own.operands[0].dtype
         avoided_bytes = column.M * column.K * dtype.itemsize
         memory = _memory(setup, own, timed[-1], avoided_bytes)
-    # With `quantizes`, gradients are also quantized, as e5m2.
+    # With `quantizes`, XLA's programs also quantize gradients, to e5m2.
     rounded = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
     quantizes_in_call = recipe is not None and is_pair
     return setup.case(
@@ -228,7 +231,7 @@ def _case(op, setup, column, *, quantizes):
 
 
 def _written(op, dtype, dots, quantizes):
-    """Returns {column: {variant: XLA program}}; the best programs are the last.
+    """Returns {column of the table: {variant: XLA program}}, the best column last.
 
     `dots` has XLA's fastest dots by GEMM. `quantizes` is whether the programs also
     quantize gradients.
@@ -254,8 +257,8 @@ def _written(op, dtype, dots, quantizes):
 
 
 def _memory(setup, own, best, avoided_bytes):
-    # Frees jax_ub's communication buffers first, because they keep the largest size of
-    # all earlier cases.
+    # The communication buffers of earlier cases are freed first. They would keep the
+    # size of the largest case.
     communicators.release_slots()
     own()
     residuals = jax.eval_shape(
@@ -273,7 +276,7 @@ def _memory(setup, own, best, avoided_bytes):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Chain(Candidate):
-    """A program of 1 + MORE_CALLS chained calls, timed as one call without dispatch.
+    """Times a chain of 1 + MORE_CALLS calls; returns the time of one, without dispatch.
 
     The time is the difference to the program `once`, which makes one call, divided by
     MORE_CALLS.
@@ -283,8 +286,8 @@ class Chain(Candidate):
 
     def seconds(self) -> float:
         difference = super().seconds() - self.once.seconds()
-        # Noise can make a single call slower than the chain. A tiny positive time keeps
-        # ratios defined.
+        # Because of noise, a single call may take longer than the chain. A tiny
+        # positive time then keeps ratios defined.
         return max(difference, 1e-9) / MORE_CALLS
 
 
@@ -328,8 +331,9 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def _chain(op, call, num_calls, x, w):
-    # Without a dependency on the previous result, XLA could run calls concurrently or
-    # merge them. Adding the scaled result to x keeps the values near x.
+    # Each call depends on the result of the previous one, so that XLA neither runs
+    # calls concurrently nor merges them. The scaled result is added to x, so that
+    # values stay near x.
     w = lax.pcast(w, AXIS, to="varying")
     num_ranks, rows = lax.axis_size(AXIS), x.shape[0]
     y = x
@@ -377,8 +381,9 @@ def _forward_op(name: str, gemm: str, reductions: tuple[str, ...]) -> LinearOp:
     return LinearOp(
         name,
         operands=_GEMMS[gemm][:2],
-        # The result of GEMM+AR is replicated: each rank has all rows. It is declared as
-        # sharded by rows, because shard_map would otherwise check the replication.
+        # The result of GEMM+AR is replicated, with all rows on each rank. It is
+        # declared as sharded by rows, because shard_map would otherwise check that it
+        # is replicated.
         results=_GEMMS[gemm][2],
         gemms=(gemm,),
         reductions=reductions,

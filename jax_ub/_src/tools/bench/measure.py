@@ -34,15 +34,15 @@ from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.timing import Candidate, Rounds
 
-# How many barriers of jax_ub's engine are timed at once.
+# Number of barriers of jax_ub's engine that are timed together.
 _NUM_BARRIERS = 500
-# How often a job times each of XLA's programs to find the fastest one. Two times were
-# too few: at 64 rows in bf16, they selected a program that takes 1.5 times as long.
+# How many times a job times each of XLA's programs to find the fastest one. With two
+# times, a program was selected that takes 1.5 times as long (64 rows, bf16).
 _TRIALS = 8
 
 
 class Barriers(Candidate):
-    """Barriers between all processes of a job, which measure the time of one."""
+    """A program whose time is that of one barrier between all processes of a job."""
 
     def seconds(self) -> float:
         return self()
@@ -67,7 +67,7 @@ OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
 }
 FP8_OPS = tuple(LINEAR_OPS)
 JOB_OPS = (*FORWARD_OPS, "latency", "barrier")  # that are measured with --processes
-# Sizes of the ops that ignore --shapes. A barrier also ignores --dtypes.
+# Sizes of the ops that ignore --shapes. The op "barrier" also ignores --dtypes.
 FIXED_SHAPES = {
     "latency": [linear.LATENCY_SHAPE],
     "small": [*linear.SMALL_SHAPES.values()],
@@ -100,16 +100,17 @@ def measure(
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
-            # An untimed round. A program's first call compiles it, and replaces a
-            # donated operand by the result. The result may have another sharding than
-            # the operand, so the second call compiles again.
+            # An untimed round, so that no timed call compiles. A program's first call
+            # compiles it and replaces a donated operand by the result. The result may
+            # be sharded differently from the operand; the second call then compiles
+            # again.
             interleave(candidates, 1)
             rounds = interleave(candidates, chosen.rounds, chosen.patience)
             yield evaluate(case, rounds)
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns a case's programs to time, jax_ub's once for each value of --threads.
+    """Returns a case's programs to time. Each value of --threads adds one of jax_ub's.
 
     All programs run with the first value. With another value, such as 16, jax_ub's has
     the name "jax_ub@16". Without --threads, no number of threads is set.
@@ -124,7 +125,7 @@ def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
 
 
 class Job:
-    """Times programs in all processes of a job, one rank in each.
+    """Times programs in all processes of a job. Each process has one rank.
 
     `interleave` and `find` are `timing.interleave` and `timing.fastest`. The slowest
     process determines the time of a call, so all processes get the same times.
@@ -136,8 +137,8 @@ class Job:
         self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
         self._ones = ranks.place(np.ones(ranks.num_ranks, np.float32), ROWS)
         self.synchronize()
-        # All cases share one measurement of the CPU load by other programs: it covers
-        # at least 0.1 s, and the rounds of one case may be shorter.
+        # All cases share one measurement of the CPU load by other programs, because a
+        # measurement takes at least 0.1 s, and the rounds of a case may be shorter.
         self.interleave = functools.partial(
             timing.interleave,
             load=timing.BackgroundLoad(lambda: sum(self._gather(process_time()))),
@@ -149,7 +150,7 @@ class Job:
         )
 
     def synchronize(self) -> None:
-        """Waits, in an all-reduce, until every process of the job has called this."""
+        """Waits until every process of the job has called this, by an all-reduce."""
         jax.block_until_ready(self._psum(self._ones))
 
     def _seconds(self, candidate):
@@ -175,7 +176,7 @@ class Job:
 
 
 def run_jobs(options: Options) -> Iterator[Result]:
-    """Runs the benchmark in several processes, in a job for each number of processes.
+    """Runs the benchmark in several processes, with a job for each --processes value.
 
     Yields the results of process 0, and records its fallbacks to plain JAX as those of
     this process.

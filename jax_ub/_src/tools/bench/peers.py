@@ -56,7 +56,7 @@ class DotVariant:
         left, right = _CONTRACTED[self.layout]
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        # Without the barrier, XLA would fold the transposition into the dot again.
+        # The barrier keeps XLA from folding the transposition into the dot.
         if self.transposes and self.layout == "tn":
             a, left = lax.optimization_barrier(a.T), 1 - left
         elif self.transposes:
@@ -108,8 +108,9 @@ def fastest_dot(
     return programs.fastest("", functions, find).variant
 
 
-# The methods of the classes below that run a layer have the name of jax_ub's function.
-# `Rings` overlaps a collective and a GEMM, `Collectives` runs one after the other.
+# Methods of the classes below that run a layer have the name of the corresponding
+# function of jax_ub. `Rings` overlaps a collective with a GEMM; `Collectives` runs one
+# after the other.
 
 
 @dataclasses.dataclass(eq=False)
@@ -179,7 +180,7 @@ class Rings(Collectives):
         return self._gathered_map(x, lambda shard: self.dots[gemm](shard, w, x.dtype))
 
     def _gathered_map(self, x, function):
-        """Concatenates a function of the x of each rank, while the next x is sent.
+        """Concatenates `function(x)` for each rank's x, while the next x is sent.
 
         Shards move to the lower rank. In step s, rank r has shard (r + s) mod P.
         """
@@ -196,7 +197,7 @@ class Rings(Collectives):
         return y
 
     def matmul_reduce_scatter(self, x: Any, w: Any, gemm: str = "row_nn") -> jax.Array:
-        """Computes GEMM + reduce-scatter: partial sums pass from rank to rank.
+        """Computes GEMM + reduce-scatter, passing partial sums from rank to rank.
 
         Each rank adds a product and sends the sum to the next higher rank. In step s,
         rank r adds its product for the rows of rank (r - 1 - s) mod P.
@@ -248,7 +249,8 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
         left, right, out = ((x.ctypes.data, x.shape[1]) for x in (a, b, y))
         return function(*transposed, *sizes, 1.0, *left, *right, beta, *out)
 
-    # A 1 x 1 trial, because oneDNN may not support the dtype on this processor.
+    # oneDNN may not support the dtype on this processor, so a product of 1 x 1 matrices
+    # is tried.
     ones = np.ones((1, 1), jnp.dtype(dtype))
     if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
         return f"this oneDNN has no {dtype} GEMM for this processor"

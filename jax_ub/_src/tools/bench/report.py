@@ -22,9 +22,10 @@ from jax_ub._src.tools.command_line import load_extra
 from jax_ub._src.tools.timing import Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
-# A benchmark case is reported as disturbed if other processes used more than this share
-# of the CPU in a round, or if the spread of its times is larger than this. Its ratios
-# are not valid: the programs of a round run one after another, each under another load.
+# Thresholds above which a benchmark case is reported as disturbed: the share of the CPU
+# that other processes use in a round, and the spread of the case's times. The ratios of
+# such a case are not valid, because the programs of a round run one after another, and
+# each ran under a different load.
 _DISTURBED_SHARE, _DISTURBED_SPREAD = 0.1, 0.3
 _DISTURBED = (
     "Disturbed: other processes used the CPU, or the times vary. The ratios of these "
@@ -62,7 +63,7 @@ class Result:
 
     @property
     def gflops(self) -> float:
-        """Returns the rate of jax_ub's program in GFLOP/s; 0 if it counts no FLOPs."""
+        """Returns the GFLOP/s of jax_ub's program, or 0 if it counts no FLOPs."""
         return self.case.flops / self.own.median / 1e3
 
     def as_json(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> dict[str, str]:
-    """Returns {column: cell} of a result, with "" for some columns without a value."""
+    """Returns {column: cell} of a result. Some cells without a value are ""."""
     case, own = result.case, result.own
     precision = ".0f" if result.gflops >= 10 else ".2g"
     in_job, has_operands = case.num_processes > 1, case.op != "barrier"
@@ -162,7 +163,7 @@ def _memory(results):
 
 
 def environment() -> dict[str, Any]:
-    """Returns the versions, machine, and CPU engine's ISA and threads as JSON types."""
+    """Returns versions, machine, and the CPU engine's ISA and threads, for JSON."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
     cpu_engine.configure()

@@ -30,8 +30,8 @@ from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.trace.traces import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
-# The event that JAX reports when XLA compiles a program, and also when the compilation
-# cache returns it.
+# The event that JAX reports when XLA has compiled a program, or when the compilation
+# cache has returned it.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -57,8 +57,8 @@ def command(given: argparse.Namespace) -> int:
     check_script("explain", script)
     note_misplaced_options("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        # Set before the script runs: XLA reads the folder for its dumps when the script
-        # starts the backend.
+        # The folder is set before the script runs, because XLA reads the setting when
+        # the script starts the backend.
         settings.dump_compiled_programs(folder)
         has_engine = cpu_engine.why_not() is None
         with (

@@ -27,30 +27,30 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
-# The function of jax_ub that could replace a collective and an adjacent dot, by the
-# HLO opcode of the collective.
+# Maps the HLO opcode of a collective to the function of jax_ub that could replace it
+# together with an adjacent dot.
 _COULD_BE = {
     "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
 }
 _COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
-# HLO opcodes of collectives that change how an array is sharded, with the prefix of
-# the JAX primitives that lower to each. If the `op_name` of a collective ends with
-# another primitive, XLA has added the collective itself.
+# Opcodes of collectives that change how an array is sharded, with the prefix of the JAX
+# primitives that lower to them. If the `op_name` of a collective ends with a different
+# primitive, XLA itself has added the collective.
 _RESHARDS = {
     "all-gather": "all_gather",
     "all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
-# Instructions that only move or convert values. If a fusion consists of a dot and of
-# these, a reduction of the fusion's result still sums the result of the dot.
+# Instructions that only move or convert values. If a fusion consists of a dot and such
+# instructions, a reduction of the fusion's result is a sum of the dot's result.
 _MOVES = PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of XLA, or one of the arrays that XLA has combined in it.
+    """A collective of XLA, or one of the arrays in a combined collective of XLA.
 
     If it is next to a dot, one jax_ub call could replace both.
 
@@ -150,7 +150,7 @@ class _Program:
         self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
     def collectives(self, one: Instruction, body: Body) -> Iterator[Collective]:
-        """Yields a collective, or each of its arrays if there is a dot next to one."""
+        """Yields a collective, or one part per array if any array is next to a dot."""
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         sent = [_moved_bytes(one.kind, array, num_ranks) for array in one.arrays]
         whole = Collective(
@@ -168,8 +168,8 @@ class _Program:
             yield self._without_dot(whole, one, body)
             return
         found = []
-        # Not strict: if the HLO text does not contain the shapes of all results,
-        # `one.arrays` has fewer entries than the collective has operands.
+        # If the HLO text does not contain the shapes of all results, `one.arrays` is
+        # shorter than the list of operands, so the zip is not strict.
         for i, (array, dot) in enumerate(zip(one.arrays, dots, strict=False)):
             part = dataclasses.replace(
                 whole,
@@ -189,7 +189,7 @@ class _Program:
                 yield dataclasses.replace(part, sums_parameter_gradient=True)
 
     def _dots_next_to(self, one, body, users) -> list[Dot | None]:
-        """Returns the dot that uses or computes each array of a collective, or None."""
+        """Returns, for each array of a collective, the dot that uses or computes it."""
         if one.kind == "all-gather":
             return [self._nearest_dot(start, body, body.users) for start in users]
         if one.kind not in _COULD_BE or not _may_sum(one, self.computations):
@@ -211,7 +211,7 @@ class _Program:
         return whole
 
     def _combined(self, part, one, body, index, users) -> Collective:
-        """Returns an array without a dot that is combined with one that has a dot."""
+        """Returns the part of a collective for one array that is not next to a dot."""
         near = [*_known([*one.operands[index : index + 1], *users], body), one]
         scope = next((each.op_name for each in near if each.op_name), one.name)
         if one.kind == "all-gather":
@@ -221,10 +221,10 @@ class _Program:
         return dataclasses.replace(part, scope=scope, is_of_kernel=is_of_kernel)
 
     def _paired(self, part, one, body, index, users, dot) -> Collective:
-        """Returns an array of a collective that is next to a dot."""
+        """Returns the part of a collective for one array that is next to a dot."""
         array = one.arrays[index]
-        # The name of a combined collective joins the names of all collectives in it, so
-        # the dot's name and source line are used instead.
+        # A combined collective is named after all collectives in it. The name and
+        # source line of the dot are used instead.
         is_named_by_dot = len(one.arrays) > 1 and dot.instruction.op_name
         source = dot.instruction if is_named_by_dot else one
         sums_gradient = False
@@ -274,9 +274,10 @@ class _Program:
     def _sums_parameter_gradient(self, array: Array, dot: Dot, body: Body) -> bool:
         """Returns whether `array`, a sum over ranks, is the gradient of a parameter.
 
-        It has the shape of an argument of the program, or is transposed. The gradient
-        of an activation is dy w^T instead, where w is an argument. In the body of a
-        loop, where a scan has sliced the arguments, w only has the shape of one.
+        The gradient of a parameter has the shape of an argument of the program, or the
+        transposed shape. The gradient of an activation is dy w^T instead, where w is an
+        argument. In the body of a loop, where a scan has sliced the arguments, w has
+        the shape of a slice.
         """
         shape = sorted(array[1])
         if body.instructions is self._entry:
@@ -290,9 +291,9 @@ class _Program:
     def _is_read_by_backward_pass(self, users: list[str], body: Body) -> bool:
         """Returns whether a GEMM of the backward pass reads a gradient.
 
-        Then it is the gradient of an activation, which earlier layers read. `users`
-        are the instructions that read the gradient. The result is also True if other
-        instructions, but no GEMMs, are in between.
+        Such a gradient is the gradient of an activation, which earlier layers read.
+        `users` are the instructions that read the gradient. The result is also True if
+        other instructions, but no GEMMs, are in between.
         """
         reached, seen = users, set(users)
         while reached:
@@ -313,7 +314,7 @@ class _Program:
         return one.opcode == "fusion" and bool(one.called) and has_no_dot
 
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
-        """Follows `neighbors` from `reached`; returns the nearest dot, or None."""
+        """Follows `neighbors` from the instructions `reached` to the nearest dot."""
         for one in body.around(reached, neighbors, impure):
             if multiplies(one):
                 return dot_of(one, body.instructions)
@@ -324,7 +325,7 @@ class _Program:
 
 
 def _may_sum(one, computations):
-    """Returns whether a reduction may be a sum, and is not, for example, a maximum."""
+    """Returns whether a reduction may be a sum, as opposed to, say, a maximum."""
     body = computations.get(one.called, {})
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
 
@@ -334,7 +335,7 @@ def _known(names, body):
 
 
 def _nearest_call(one, body, neighbors):
-    """Returns the name of the nearest jax_ub call among the neighbors, or None."""
+    """Returns the name of the nearest jax_ub call along `neighbors`, or None."""
     for near in body.around(neighbors.get(one.name, ()), neighbors):
         label = _LABEL.search(near.text)
         if near.is_call and label:
@@ -343,14 +344,14 @@ def _nearest_call(one, body, neighbors):
 
 
 def _moved_bytes(kind, array, num_ranks):
-    """Returns how many bytes each rank sends in a collective with this result array.
+    """Returns the bytes that each rank sends in a collective with this result array.
 
     An all-reduce counts as a reduce-scatter and an all-gather.
     """
     dtype, sizes = array
     share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
-    # A reduce-scatter's result is 1 / num_ranks of the reduced array. An all-reduce
-    # sends its array twice.
+    # The result of a reduce-scatter is 1 / num_ranks of the array that is reduced. An
+    # all-reduce sends the array twice.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     return round(share * whole * (math.prod(sizes) * bits(dtype) // 8))
 
@@ -362,8 +363,7 @@ def _global_sizes(array, kind, dot, num_ranks):
     if kind != "all-gather":
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
-    # M is the number of rows of the gathered operand, which may be the left or the
-    # right operand of the dot.
+    # M is the number of rows of the gathered operand, on either side of the dot.
     gathered = math.prod(array[1])
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)

@@ -31,8 +31,8 @@ _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 MAX_STEPS = 4
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# HLO text begins with tables that map a stack frame to its file, line and parent. These
-# are the patterns of their rows, by the name of the table.
+# HLO text begins with tables that map a stack frame to its file, line and parent. Each
+# pattern matches a row of the table with this name.
 _TABLES = {
     "FileNames": re.compile(r'(\d+) "(.*)"'),
     "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
@@ -40,20 +40,21 @@ _TABLES = {
         r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     ),
 }
-# Stack frames in files whose path contains one of these are those of libraries, not of
+# Parts of file paths that identify stack frames of libraries, as opposed to those of
 # the user's program.
 _LIBRARIES = (
     *("/site-packages/jax", "/site-packages/flax/"),
     f"{pathlib.Path(__file__).parents[3]}/",
 )
-# Match the replica groups of a collective: listed, in iota format, or as mesh axes.
+# Match the replica groups of a collective in each of the formats of HLO: as a list, in
+# iota format, or as mesh axes.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}"
 )
-# Matches the devices of a mesh in iota format, such as "[2,4]T(1,0)", if their order is
-# not that of their ids.
+# Matches the devices of a mesh in iota format, such as "[2,4]T(1,0)", which are not in
+# the order of their ids.
 _DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 
 # An array in HLO text: its dtype, such as "bf16", and its dimensions.
@@ -70,7 +71,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """Returns the opcode, such as "all-gather", also for "all-gather-start"."""
+        """Returns the opcode without suffix: "all-gather" for "all-gather-start"."""
         return self.opcode.removesuffix("-start")
 
     @property
@@ -103,7 +104,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A dot in HLO text: the number of elements of its operands and result, and K.
+    """The size of a dot in HLO text: the elements of operands and result, and K.
 
     `operands` are the names of the operands, or of those of the fusion with the dot.
     """
@@ -147,7 +148,7 @@ class Body:
         neighbors: Mapping[str, list[str]],
         blocking: Collection[str] = (),
     ) -> Iterator[Instruction]:
-        """Yields the instructions `reached` and those a few steps away, nearest first.
+        """Yields the instructions `reached` and those near them, the nearest first.
 
         A step is from an instruction to one of its `neighbors`, its users or operands.
         Only instructions in `PASSED` may be in between, and no fusions that call
@@ -210,10 +211,10 @@ def multiplies(one: Instruction) -> bool:
 
 
 def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
-    """Returns the sizes of the dot `one`; 0 for operands that are not in `body`."""
+    """Returns the sizes of a dot. Operands that are not in `body` have size 0."""
     known = [body[name].arrays for name in one.operands[:2] if name in body]
-    # Takes the first array of each operand and of the result, because a library call
-    # may also return its workspace, as a second array.
+    # A library call may return its workspace as a second array, so only the first array
+    # of each operand and of the result counts.
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
     (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
@@ -221,7 +222,8 @@ def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
     if contracting and lhs:
         K = math.prod(sizes[int(axis)] for axis in contracting.split(","))
     else:
-        # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
+        # A dot of [M, K] and [K, N] has the result [M, N], and (M K) (K N) / (M N) =
+        # K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
     return Dot(one, one.operands, lhs, rhs, out, K, dtype)
 
@@ -237,12 +239,13 @@ def source_lines(text: str) -> dict[int, str]:
         table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
         rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
     frames = rows["StackFrames"]
-    # XLA may print the ids of parent frames plus 1. Frame 1 has no parent, which is id
-    # 0, so the ids are too high by 1 if its parent is printed as 1.
+    # Frame 1 has no parent, which should be printed as id 0. XLA may print the ids of
+    # parents plus 1, so if the parent of frame 1 is printed as 1, all parent ids are 1
+    # too high.
     offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
     lines: dict[int, str] = {}
     of_user: dict[int, str] = {}
-    # A frame's parent, the caller, has a lower id.
+    # The parent of a frame is the frame of its caller, which has a lower id.
     for frame, (location, parent) in sorted(frames.items()):
         file, line = rows["FileLocations"].get(int(location), ("0", ""))
         (path,) = rows["FileNames"].get(int(file), ("",))
@@ -257,7 +260,7 @@ def source_lines(text: str) -> dict[int, str]:
 
 
 def named_mesh_in(text: str) -> dict[str, int]:
-    """Returns {mesh axis: size} from HLO text, or {} if it lacks the user's names.
+    """Returns {mesh axis: size} from HLO text, or {} if it lacks the axis names.
 
     XLA may make up names of axes, such as "axis_0". Such meshes are ignored.
     """
@@ -271,7 +274,7 @@ def named_mesh_in(text: str) -> dict[str, int]:
 def group_size_and_axes(
     text: str, mesh: Mapping[str, int]
 ) -> tuple[int, tuple[str, ...]]:
-    """Returns the size of a collective's device groups, and the mesh axes they span.
+    """Returns the size of a collective's device groups and the mesh axes they span.
 
     The number is 1, and the axes are empty, if they are unknown.
     """
@@ -288,7 +291,7 @@ def group_size_and_axes(
 
 
 def communicates(text: str) -> bool:
-    """Returns whether a collective sends data; false if its groups have one device."""
+    """Returns whether a collective sends data. False if each group has one device."""
     groups = _device_groups(text)
     return not groups or any(len(set(group)) > 1 for group in groups)
 
@@ -298,7 +301,7 @@ def _sizes(text):
 
 
 def _device_groups(text) -> list[list[int]]:
-    """Reads the device groups of a collective from its HLO text: [] if it has none.
+    """Returns the device groups of a collective from its HLO text, or [] if not given.
 
     For example, `replica_groups={{0,1},{2,3}}` gives [[0, 1], [2, 3]]. Each group of a
     collective-permute is the source and the target of one transfer.
@@ -318,7 +321,7 @@ def _device_groups(text) -> list[list[int]]:
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Returns device numbers in XLA's iota format: of shape `sizes`, then transposed.
+    """Returns device numbers in XLA's iota format: shape `sizes`, then transposed.
 
     For example, "2,2" and "1,0" give [[0, 2], [1, 3]].
     """

@@ -24,9 +24,10 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.traces import ub_name_in
 
-# Identifies a call whose executions are counted: the call and its operands' avals.
+# Identifies equal calls, whose executions are counted: a call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
-# Primitives by which plain JAX replaces a call, and their names in the table.
+# Maps the JAX primitives that replace a call which falls back to plain JAX to their
+# names in the table.
 _FALLEN = {"dot_general": "dot", "all_to_all": "all-to-all"}
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
 _RESHARDED = (
@@ -103,10 +104,10 @@ def compiled_text(traced: jax.stages.Traced) -> str:
 def _as_new_function(fn, args, kwargs):
     """Returns a new jitted function that calls `fn`, and the arrays to call it with.
 
-    These are the arrays in `args` and `kwargs`, which the function takes one by one.
-    JAX lowers a function once, and `recording` sees only calls that are lowered in its
-    block. Arguments that are not arrays are closed over, because `fn` may declare them
-    as static.
+    The function takes the arrays in `args` and `kwargs` one by one. JAX lowers a
+    function once, and `recording` sees only calls that are lowered in its block.
+    Arguments that are not arrays are closed over, because `fn` may declare them as
+    static.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [_is_array(leaf) for leaf in leaves]
@@ -117,8 +118,8 @@ def _as_new_function(fn, args, kwargs):
         filled = [next(given) if traced else leaf for leaf, traced in pairs]
         args, kwargs = jax.tree.unflatten(tree, filled)
         result = fn(*args, **kwargs)
-        # nnx functions update their arguments in place. JAX would remove the
-        # computation of new values that are not returned.
+        # nnx functions update their arguments in place. The new values are returned,
+        # because JAX would remove the computation of values that are not.
         updated = [x for x in jax.tree.leaves((args, kwargs)) if _is_array(x)]
         return result, updated
 
@@ -211,8 +212,8 @@ def call_rows(
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
         dtypes = _multiplied(call, operands)
-        # The time of the requested method is predicted, because "auto" may select
-        # another method on the predicted machine than on this one.
+        # The prediction is for the requested method, because "auto" may select a
+        # different method on the predicted machine than on this machine.
         prediction = simulate.estimate(
             op,
             Method.XLA if reason else call.choice,
@@ -245,7 +246,8 @@ def call_rows(
             method=method.value if tiles is None else "pallas",
             reason=why_not,
             moved_bytes=None if num_ranks == 1 else round(prediction.moved_bytes),
-            # No time is predicted for JAX's Pallas kernel, which has no cost model.
+            # The cost model does not include JAX's Pallas kernel, so no time is
+            # predicted for it.
             predicted_s=prediction.seconds if tiles is None else None,
             measured_exposed_s=waits.get((call.label, target)),
             note=", ".join(filter(None, notes)),
@@ -333,8 +335,8 @@ def _cost(pair, machine) -> dict[str, Any]:
     flops = 2 * M * K * N // max(pair.num_ranks, 1)
     if pair.itemsize not in ITEMSIZES:
         return {"flops": flops}
-    # The program's own collective sends partial sums in the dtype of its array, whereas
-    # the method "xla" sends them in f32.
+    # XLA's collective in the program sends partial sums in the dtype of its array. The
+    # method "xla" would send them in f32.
     prediction = simulate.estimate(
         *(pair.could_be, "xla", M, K, N, pair.num_ranks),
         dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
@@ -344,7 +346,7 @@ def _cost(pair, machine) -> dict[str, Any]:
 
 
 def _split_scope(pair):
-    """Splits a pair's JAX name stack into the user's scope and notes that jax_ub added.
+    """Splits a JAX name stack into the user's scope and the marks that jax_ub added.
 
     Returns:
         The pair with the user's scope; the `Fallback` if plain JAX replaced a call of
@@ -391,7 +393,7 @@ def _scope(stack, label):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, float]:
-    """Returns how many times a jaxpr runs each jax_ub call; inf in a while loop."""
+    """Returns how many times a jaxpr runs each call of jax_ub: inf in a while loop."""
     counts: dict[_CallSite, float] = collections.defaultdict(int)
     for equation, times in equations(jaxpr):
         call = equation.params.get("call")
@@ -404,7 +406,7 @@ def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, float]:
 def equations(
     jaxpr: core.Jaxpr, times: float = 1
 ) -> Iterator[tuple[core.JaxprEqn, float]]:
-    """Yields each equation, also of nested jaxprs, and how often it runs.
+    """Yields each equation of a jaxpr and of nested jaxprs, and how many times it runs.
 
     The number is inf inside a while loop.
     """

@@ -35,7 +35,7 @@ _GATHERS_NOTE = (
     "tokens over the axis after the embedding"
 )
 _GATHERS_HINT = "shard kernels and activations as these calls do"
-# The fields of `Hardware` by name, and the names of those without a default.
+# The fields of `Hardware` by name, and the names of the fields without a default.
 _RATES = {field.name: field for field in dataclasses.fields(Hardware)}
 _REQUIRED = [
     name for name, field in _RATES.items() if field.default is dataclasses.MISSING
@@ -43,13 +43,13 @@ _REQUIRED = [
 
 HardwareLike = str | Mapping[str, Any] | Hardware | None
 TraceLike = Recording | Trace | str | pathlib.Path | Sequence[str | pathlib.Path] | None
-# Measured seconds that a rank waits per call, by the call's label and op.
+# Maps (label, op) of a call to the measured seconds that a rank waits per call.
 Waits = Mapping[tuple[str, str], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table that `explain` prints: one call, or several equal calls.
+    """A row of the table that `explain` prints, for one call or several equal calls.
 
     Attributes:
         scope: a name given by the user, or a path in the program.
@@ -94,7 +94,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The table that `explain` returns, with a row for each call; `print` formats it.
+    """The table that `explain` returns, with a row per call. `print` formats it.
 
     Attributes:
         rows: the calls.
@@ -125,7 +125,7 @@ class Table:
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table as text, and omits most columns that have no values."""
+        """Formats the table as text, without most columns that have no values."""
         lines = [self.title] if self.title else []
         cells = [_cells(row, self.hardware) for row in self.rows]
         if cells:
@@ -211,7 +211,7 @@ def collective_notes(
 
 
 def note_of(one: Collective, axes: Collection[str] | None) -> str | None:
-    """Returns the note, without its count, for an array that has no table row, or None.
+    """Returns the note on an array without a row in the table, or None for no note.
 
     Notes count gradients of parameters that are summed, and parameters that are
     gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
@@ -231,8 +231,9 @@ def note_of(one: Collective, axes: Collection[str] | None) -> str | None:
 def _num_activation_gathers(found, lowered) -> int:
     """Returns the number of all-gathers of activations that are not next to a dot.
 
-    Their result has as many rows as x has tokens in one of the calls, and not the shape
-    of a kernel, because the gradients of kernels are gathered, too.
+    The result of such an all-gather has as many rows as x has tokens in one of the
+    calls. Results with the shape of a kernel do not count, because the gradients of
+    kernels are gathered, too.
     """
     sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
     tokens = {M for M, _, _ in sizes}

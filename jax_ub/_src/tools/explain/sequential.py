@@ -37,11 +37,11 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# The op of a GEMM or collective, its contracted size and its number of output features.
+# A GEMM or a collective: (op, contracted size, number of output features).
 Step = tuple[str, int, int]
-# The steps of linears that are not fused, (forward, backward), by parallel mode and
+# The (forward, backward) steps of a linear that is not fused, by parallel mode and
 # sequence parallelism. In "matmul kn", k is the contracted size and n the number of
-# output features. The kernel has shape [k, n].
+# output features, for a kernel of shape [k, n].
 _UNFUSED = {
     ("column", True): (
         "all_gather kk, matmul kn",
@@ -55,8 +55,8 @@ _UNFUSED = {
     ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
 }
-# What replaces an op by which partial sums are sent as FP8 (`wire_dtype`), and an op in
-# which a GPU would multiply gathered FP8 rows by wide operands.
+# Steps that replace an op: if partial sums are sent as FP8 (`wire_dtype`), and if a GPU
+# would have to multiply gathered FP8 rows by non-FP8 operands.
 _SUMS_AS_FP8: dict[str, tuple[str, ...]] = {
     "matmul_reduce_scatter": ("matmul", "all_to_all"),
     "reduce_scatter": ("all_to_all",),
@@ -66,8 +66,8 @@ _FP8_ON_GPUS: dict[str, tuple[str, ...]] = {
 }
 # The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
-# The ops that sum results. A linear with an FP8 recipe has wide results, but all of its
-# other ops multiply or gather FP8 operands.
+# The ops that sum results. If a linear has an FP8 recipe, its results are not FP8, but
+# the operands of all its other ops are.
 _SUMS = ("reduce_scatter", "all_reduce")
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 _GATHERED_AS_FP8 = "its rows are sent as FP8, which GPUs do not multiply by wide arrays"
@@ -160,7 +160,7 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns, for each basic operation, the fused or basic operation that runs it.
+    """Returns, for each basic operation, the operation (fused or itself) that runs it.
 
     It is paired with the index of the first basic operation that it runs.
     """
@@ -257,7 +257,8 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
     target, k, n = step
     choice, dtype = call_config.choice, sizes.dtype_of(op)
     if target == "all_to_all":
-        # XLA's collective. A rank sends as many bytes as if it gathered the array.
+        # XLA runs this all-to-all, in which a rank sends as many bytes as in an
+        # all-gather of the same array.
         target, choice, dtype = "all_gather", MethodChoice(Method.XLA), _FP8
     elif op.fp8 is not None and target not in _SUMS:
         dtype = _FP8
@@ -274,7 +275,7 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
 def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
     """Returns the `CallConfig` of one pass, with the method tuned for its sizes."""
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    # `initialize_ub` configures overlaps by name, for a fixed number of ranks. If the
+    # `initialize_ub` configures overlaps by name for a fixed number of ranks. If that
     # number is unknown here, the name cannot be looked up.
     configured = op.comm_name if ranks is not None else None
     config = plan_call_config(
@@ -293,7 +294,7 @@ def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
 
 
 def _multiplies_unlike_sent(op, call_config):
-    """Returns whether gathered FP8 rows would be multiplied by wide arrays on a GPU."""
+    """Returns whether a GPU would multiply gathered FP8 rows by non-FP8 arrays."""
     is_wide = call_config.choice.sends_fp8 and op.fp8 is None
     return is_wide and call_config.is_on_cuda and not call_config.uses_bulk
 
@@ -323,7 +324,8 @@ def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
         if _multiplies_unlike_sent(op, config):
             names = _FP8_ON_GPUS.get(name, names)
         for each in names:
-            # A collective has the features of the array that it communicates.
+            # The size of a collective is the number of features of the array that it
+            # communicates.
             k = size[dims[1 if each == "all_to_all" else 0]]
             steps.append((each, k, size[dims[1]]))
     return steps

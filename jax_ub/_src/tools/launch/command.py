@@ -49,7 +49,7 @@ def run(given: argparse.Namespace) -> int:
         )
     if not given.module:
         check_script("launch", program[0], "To run a module, put -m before it.")
-    # After "--", the name of a script may begin with "-".
+    # After "--", even a script whose name begins with "-" is accepted.
     kind = "-m" if given.module else "--"
     job = Job(
         given.processes,

@@ -13,11 +13,11 @@ from jax_ub._src.errors import UbError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
 
-# Address of the coordinator, which all processes of this machine can reach.
+# Address of the coordinator. All processes are on this machine, and can reach it.
 _HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# The letters of Python's options, by the field of `sys.flags` with their number. The
-# options that make Python interactive are left out.
+# Maps the fields of `sys.flags` to the letters of Python's options. The options that
+# make Python interactive are left out.
 _OPTIONS = {
     "isolated": "I",
     "ignore_environment": "E",
@@ -112,7 +112,8 @@ class Job:
         }
         job_variables = {
             "JAX_COORDINATOR_ADDRESS": address,
-            # Not reachable from other machines.
+            # The coordinator listens on the loopback address, which other machines
+            # cannot reach.
             "JAX_COORDINATOR_BIND_ADDRESS": address,
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_process),
             "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices)),
@@ -127,8 +128,8 @@ class Job:
             host = process * self.num_hosts // self.num_processes
             job_variables["JAX_UB_HOST_ID"] = f"host{host}"
         result = {**defaults, **given, **job_variables, **_no_proxy(given)}
-        # JAX looks for Open MPI before Slurm. Under mpirun, it would find the job of
-        # mpirun by this variable.
+        # JAX looks for Open MPI before it looks for Slurm. Under mpirun, this variable
+        # would make it join the job of mpirun instead.
         result.pop("OMPI_MCA_orte_hnp_uri", None)
         return result
 
@@ -136,7 +137,8 @@ class Job:
 def python() -> list[str]:
     """Returns the command of this interpreter with its options, such as `-W error`."""
     letters = (each * getattr(sys.flags, name) for name, each in _OPTIONS.items())
-    # The documentation of `sys` has `_xoptions`, and no public name for these options.
+    # The documentation of `sys` describes `_xoptions`. There is no public name for
+    # these options.
     implementation = [
         f"-X{name}" if value is True else f"-X{name}={value}"
         for name, value in sys._xoptions.items()
@@ -196,13 +198,13 @@ def _supervise(job, stdout) -> int:
 
     with supervisor.handling(forward):
         process = subprocess.Popen(
-            # Isolated mode, because it starts fast. The supervisor needs neither jax
-            # nor PYTHONPATH.
+            # Python's isolated mode starts fast. The supervisor needs neither jax nor
+            # PYTHONPATH.
             [sys.executable, "-I", "-S", supervisor.__file__],
             stdin=subprocess.PIPE,
             stdout=stdout,
-            # The supervisor runs in a new session, so that only this process gets
-            # Ctrl-C and forwards it.
+            # In a new session, the supervisor does not get Ctrl-C, which this process
+            # forwards to it.
             start_new_session=True,
         )
         started.append(process)

@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=count, default=1, help="run in this many processes")
     devices = "with --processes: CPU devices of each, or GPUs (default: 1)"
     add("--devices-per-process", type=count, metavar="K", help=devices)
-    # Internal: set in each process of a job. For "part.json", process 1 writes its
-    # results to "part.1.json".
+    # Internal option, set in each process of a job. For "part.json", process 1 writes
+    # its results to "part.1.json".
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
@@ -77,7 +77,7 @@ def parts_of(
     devices_per_process: int,
     stdout: int | None = None,
 ) -> Iterator[list[pathlib.Path]]:
-    """Runs a command of jax_ub in several processes; yields each one's result file.
+    """Runs a command of jax_ub in several processes; yields their result files.
 
     The block may read the files. If this process gets a signal or is killed, the
     processes end and the folder of the files is removed. `stdout` is an argument of

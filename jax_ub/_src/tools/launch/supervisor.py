@@ -33,7 +33,7 @@ ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # the exit status of timeout(1)
 _TAIL_LINES = 15
 _CAUSE_S = 2.0  # for the peer that a failed process has lost to exit, too
-# Matches lines about a lost peer: errors of jax_ub, of XLA's collectives on CPUs, and
+# Matches output about a lost peer: errors of jax_ub, of XLA's collectives on CPUs, and
 # of JAX's coordination service.
 _LOST_PEER = re.compile(
     rb"CommunicatorError: .*(?:initialize_ub: process \d| died|closed its communicator"
@@ -45,14 +45,14 @@ _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def not_ignored(numbers=ENDED_BY):
-    """Returns the signals without those that nohup or a shell has made ignored."""
+    """Returns those of the signals that nohup or a shell has not made ignored."""
     kept = signal.SIGTERM  # sent at the death of a parent, too
     return [n for n in numbers if n == kept or signal.getsignal(n) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def handling(handler, numbers=ENDED_BY):
-    """Sets the handler of signals, except for ignored ones, until the block ends."""
+    """Sets a handler for signals within the block, except for ignored signals."""
     before = {number: signal.signal(number, handler) for number in not_ignored(numbers)}
     try:
         yield
@@ -81,8 +81,8 @@ def descendants() -> frozenset[int]:
     children = collections.defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The command name in parentheses may contain any bytes, so the fields are
-            # read from the last ")".
+            # The state and the parent are read after the last ")", because the command
+            # name in parentheses may contain any bytes.
             state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 children[int(parent)].append(int(path.parent.name))
@@ -118,7 +118,8 @@ class SupervisorError(Exception):
     """
 
 
-# The limits whose excess keeps a rank from being started, by the error's number.
+# Maps the number of an error that keeps a rank from being started to the exceeded
+# limit.
 _LIMITS: dict[int | None, str] = {
     errno.EMFILE: "ulimit -n",
     errno.ENFILE: "the sysctl fs.file-max",
@@ -151,7 +152,7 @@ class Relay:
             return True
         new = found.removeprefix(b"\n") if self._has_return else found
         self._has_return = found.endswith(b"\r")
-        # Carriage returns end lines, too, because progress bars write no newline.
+        # A carriage return also ends a line, because progress bars write no newline.
         text = (self._rest + new).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = text.split(b"\n")
         self._write(lines)
@@ -262,8 +263,8 @@ class Supervisor:
         self._events.register(descriptor, selectors.EVENT_READ, action)
 
     def _ignore(self, descriptor):
-        # A rank's output may reach its end before or after the rank's exit. Both remove
-        # the descriptor, so it may have been removed already.
+        # The end of a rank's output and the exit of the rank may occur in any order.
+        # Each removes the descriptor, so it may have been removed before.
         with contextlib.suppress(KeyError):
             self._events.unregister(descriptor)
 
@@ -333,7 +334,7 @@ class Supervisor:
             self._end(128 - status if status < 0 else status, linger_s=linger_s)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
-        """Schedules signal `number` to all running processes, and later SIGKILL."""
+        """Schedules signal `number`, and later SIGKILL, to all running processes."""
         self._status = self._status or status  # the job keeps its first status
         linger_s = self._job["linger_s"] if linger_s is None else linger_s
         self._after(linger_s, lambda: self._send(number))
@@ -366,9 +367,9 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the cause of a failure again if other output has followed it.
+        """Prints the cause of a failure again, unless it was the last output.
 
-        It is the first failure of a process that has not lost a peer before.
+        The cause is the first failure of a process that had not lost a peer before.
         """
         if not self._failed:
             return

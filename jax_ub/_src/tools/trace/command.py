@@ -41,8 +41,8 @@ _HEADER = (
     *("calls", "median us", "waits us", "where", "op", "method", "P"),
     "operands of a rank",
 )
-# The options that apply to --op: how to parse each, and its default. They are passed on
-# to every process of a multi-process trace.
+# The options that apply to --op, with the function that parses each and its default. In
+# a multi-process trace, every process gets these options.
 _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "method": (method_option, "auto"),
     "tp": (parts.count, 4),
@@ -98,7 +98,7 @@ def command(given: argparse.Namespace) -> int:
             traces.write(trace, file)
     else:
         repeat = _prepare_op(given) if given.op else None
-        # This context manager writes the file of this process at its end, even if the
+        # At its end, this context manager writes the file of this process, even if the
         # script fails.
         traced = traces.trace(given.part or file)
         with traced as recording, command_line.program_stdout(given):
@@ -120,7 +120,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns the lines of a table of a trace's calls; equal calls share one row."""
+    """Returns the lines of a table with a trace's calls. Equal calls share one row."""
     indices: dict[tuple[Any, ...], list[int]] = {}
     for index, call in enumerate(trace.calls):
         key = (call.label, call.op, call.method, call.num_ranks, call.operands)

@@ -42,11 +42,11 @@ UNIT = "unit"  # a work unit of a GEMM on one thread
 WAITS = (GATHER, BARRIER, "wait", "wait_free")
 AROUND = (CALL, GATHER, BARRIER, UNIT)
 _CATEGORY = "jax_ub"
-# In a trace file, track ids below this are device ids. Thread n of a process has the
-# track id `_FIRST_THREAD + n`.
+# First track id of threads in a trace file: thread n of a process has the track id
+# `_FIRST_THREAD + n`. Smaller track ids are device ids.
 _FIRST_THREAD = 100_000
-# The preposition before the peer in a span's title, such as "put 3 to 1" for chunk 3
-# and rank 1, by the kind of the span.
+# The preposition before the peer in the title of a span, by the kind of the span. For
+# example, "put 3 to 1" is the put of chunk 3 to rank 1.
 _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
 
 
@@ -181,7 +181,8 @@ class Trace:
             num_ranks[call] += len(recorded)
         for span in self.spans:
             if span.kind in WAITS:
-                # A wait of the whole process (rank -1) counts for each of its ranks.
+                # A span of rank -1 is a wait of the whole process, which counts for
+                # each of its ranks.
                 local = ranks.get((span.call, span.process), ())
                 waits[span.call] += span.seconds * (len(local) if span.rank < 0 else 1)
         return [s / max(num, 1) for s, num in zip(waits, num_ranks, strict=True)]
@@ -270,7 +271,7 @@ def trace(
             f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
             "path of a file, or None to write none."
         )
-    # Absolute, because the block may change the working directory.
+    # The path is made absolute, because the block may change the working directory.
     output = None if path is None else checked_output(path, "trace").absolute()
     recording = Recording()
     cpu = cpu_engine.load()
@@ -307,7 +308,7 @@ def _call_from_json(fields: Mapping[str, Any]) -> Call:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces of a job's processes; a call of all of them becomes one call.
+    """Merges the traces of a job's processes. A call of all processes becomes one call.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """

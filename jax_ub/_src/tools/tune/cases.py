@@ -36,7 +36,7 @@ from jax_ub._src.tools.programs import Programs, own_gemm
 def cases(
     shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
 ) -> Iterator[TunedKey]:
-    """Yields the ops and sizes to tune for a column- and a row-parallel layer after it.
+    """Yields the cases of a column-parallel layer and the row-parallel layer after it.
 
     A row layer's dgrad is an AG+GEMM with the sizes of the column layer. The two
     gradients of a column layer together are a separate case. On GPUs, GEMMs without
@@ -77,7 +77,7 @@ _LOCAL = {
     "wgrad": ("tn", ("KM", "KN")),
     "wgrad_accumulate": ("tn", ("KM", "KN", "MN")),
 }
-# The dimensions of each op's operands, and the shardings of operands and results.
+# The dimensions of each op's operands, and how operands and results are sharded.
 _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
     **{op: (("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
     COLUMN_GRADIENTS: (("MK", "KN", "MN"), (ROWS, COLUMNS, COLUMNS), (ROWS, COLUMNS)),
@@ -86,7 +86,7 @@ _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
 
 
 def programs(case: TunedKey) -> Programs:
-    """Returns what makes an op's programs, with random operands on the devices."""
+    """Returns a `Programs` for an op, with random operands on the devices."""
     ranks = Ranks(case.num_ranks)
     dims, in_specs, out_specs = _OPERANDS[case.op]
     dtypes = [case.dtype] * len(dims)
@@ -145,24 +145,26 @@ _STREAMS_AND_MARGINS = [
     KernelOptions(num_lanes=num_lanes, sm_margin=margin)
     for num_lanes, margin in itertools.product((2, 1, 3), (4, 0))
 ]
-# The engine asks cuBLASLt for eight algorithms and uses the first by default. Fewer are
-# tried for calls that communicate, which have many other candidates.
+# The algorithms of cuBLASLt to time, by number. The engine asks cuBLASLt for eight
+# algorithms and by default uses the first, number 0. Calls that communicate have many
+# other candidates, so fewer algorithms are tried for them.
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in range(1, 8)]
 _FIRST_ALGORITHMS = _ALGORITHMS[:3]
-# With these options, kernels send the data instead of copy engines. They run on the
-# multiprocessors that GEMMs leave free. A few thread blocks suffice for small messages.
+# Options with which GPU kernels, rather than copy engines, send the data. The kernels
+# run on the multiprocessors that GEMMs leave free. A few thread blocks suffice for
+# small messages.
 _KERNELS = [
     KernelOptions(use_ce=False, num_sm=num_blocks, sm_margin=num_blocks)
     for num_blocks in (4, 16)
 ]
-# Bytes per element of a partial sum on CPUs, which is always f32 there.
+# Bytes per element of partial sums on CPUs, which are always f32.
 _F32_BYTES = 4
 
 
 def candidates(
     case: TunedKey, is_cuda: bool, dgrad: MethodChoice | None = None
 ) -> list[MethodChoice]:
-    """Returns the method choices to time for a case, most promising first, "xla" last.
+    """Returns the method choices to time, the most promising first and "xla" last.
 
     On a GPU, candidates also vary the number of GEMM streams and of multiprocessors
     that GEMMs leave free; with the defaults of both, they vary cuBLASLt's algorithm.
@@ -177,8 +179,8 @@ def candidates(
     choices = list(_with_default_options(case, is_cuda))
     if not is_cuda:
         return [*choices, _XLA]
-    # Kernels send small messages faster than copy engines do. Messages of that size
-    # gain nothing from being split, so kernels are tried with unsplit messages only.
+    # Kernels send only small messages faster than copy engines do. Splitting such
+    # messages gains nothing, so kernels are tried without splits.
     unsplit = [
         choice
         for choice in choices
@@ -193,7 +195,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns `choice` with other kernel options, except for its schedule variant."""
+    """Returns `choice` with other kernel options. Its schedule variant is kept."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
@@ -232,8 +234,8 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     yield from _with_options(Method.RING_EXCHANGE, options)
     for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # This variant starts the GEMM of split i + 1 before it sends split i. A CPU
-        # rank runs one step at a time, so it would gain nothing from the variant.
+        # The variant starts the GEMM of split i + 1 before it sends split i, which
+        # gains nothing on CPUs, where a rank runs one step at a time.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)

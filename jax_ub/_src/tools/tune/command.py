@@ -91,8 +91,9 @@ def command(given: argparse.Namespace) -> int:
     )
     num_candidates = 0
     for case in command_line.progress("tune", list(wanted)):
-        # The gradients of a column layer include a dgrad. `cases` yields the GEMM +
-        # reduce-scatter of this dgrad first, so its fastest method is known here.
+        # The gradients of a column layer include the GEMM + reduce-scatter of a dgrad.
+        # `cases` yields that GEMM + reduce-scatter earlier, so its fastest method is
+        # known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
@@ -112,7 +113,8 @@ def command(given: argparse.Namespace) -> int:
         flag = settings.COLLECTIVES_IN_ORDER
         text = f'\n"auto" runs JAX\'s Pallas kernel only with {flag} in XLA_FLAGS'
         command_line.say(given, text)
-    # Each candidate runs `rounds + 1` times, because the first run compiles it.
+    # Each candidate also runs in an untimed round, which compiles it: `rounds + 1` in
+    # all.
     command_line.say(
         given,
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
@@ -156,8 +158,9 @@ def _shapes(given) -> Sequence[Shape]:
         raise UnsupportedOverlapError(
             "tune: --shapes and --model exclude each other. Leave one of them out."
         )
-    # `cases` takes the sizes of a column linear layer and derives the row linear layer
-    # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
+    # `cases` takes the sizes of a column-parallel layer, and derives the row-parallel
+    # layer after it. To get a row-parallel layer [M, K, N], it is called with the
+    # column-parallel layer [M, N, K].
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
         for layer in MODELS[given.model]
