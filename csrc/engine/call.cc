@@ -67,8 +67,9 @@ class Contract {
     if (attributes_.has_residual) Sized(call_.operands[residual], "residual", y);
   }
 
-  // Checks that a GEMM operand has dtype `first`, the dtype of the first operand. In an
-  // FP8 call, any GEMM dtype is allowed, because only some operands may be FP8.
+  // Checks the shape and dtype of a GEMM operand. Its dtype must be `first`, the dtype
+  // of the first operand, except in an FP8 call, where some operands may have any other
+  // dtype that a GEMM accepts.
   void Factor(size_t index, const char* name, DType first, Tensor want) const {
     const DType dtype = call_.operands[index].dtype;
     want.dtype = attributes_.has_scales && InfoOf(dtype).is_operand ? dtype : first;
@@ -304,7 +305,8 @@ size_t NumScales(const CallAttributes& at) {
 }
 
 void SplitScales(const CallAttributes& at, RankCall& call) {
-  // Too few operands must not fail here: CheckCall reports the wrong number later.
+  // Takes fewer scales if the call has too few operands: CheckCall, which runs later,
+  // reports the wrong number of operands.
   const size_t num_scales = std::min(NumScales(at), call.operands.size());
   call.scales.assign(call.operands.end() - num_scales, call.operands.end());
   call.operands.resize(call.operands.size() - num_scales);

@@ -36,8 +36,8 @@ struct KernelOptions {
   // transposed first. GPUs that multiply all layouts (gemm/cuda/fp8_support.h) ignore
   // it.
   bool transposes_fp8 = true;
-  // The index of the GEMM algorithm to use, among those that cuBLASLt proposes, best
-  // first.
+  // Index of the GEMM algorithm to use, in the list that cuBLASLt proposes, the best
+  // algorithm first.
   int gemm_algorithm = 0;
   // Stream priorities as in CUDA: lower values are more urgent. 0 selects the most
   // urgent priority for communication, and the least urgent one for GEMMs.
@@ -47,8 +47,8 @@ struct KernelOptions {
   bool operator==(const KernelOptions&) const = default;
 };
 
-// The attributes of a custom call, which are the same in all its executions. Ops that
-// lack an attribute keep its default.
+// The attributes of a custom call, equal in all its executions. An attribute that the
+// op does not have keeps its default.
 struct CallAttributes {
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
@@ -65,8 +65,8 @@ struct CallAttributes {
   // Identifies the call site across processes. Empty if each group of ranks is within
   // one process.
   std::string channel;
-  // Generation of the newest communicator of the call's groups when it was lowered; 0:
-  // the call fits any communicator.
+  // Which communicator of the call's groups was the newest when the call was lowered,
+  // counted from 1. 0: the call may use any communicator.
   int generation = 0;
 
   int num_kernels = 1;  // number of kernels, (x, w) pairs or outputs of the op

@@ -65,7 +65,7 @@ const Tensor* CommunicatedScales(const CallAttributes& attributes,
                                  const RankCall& call,
                                  size_t index);
 
-// A tensor that the ranks gather or reduce: the operand and the results of this rank.
+// A tensor that the ranks gather or reduce: this rank's operand and its results.
 struct CommunicatedTensor {
   // In a gather: the shard of this rank. In a reduction without a GEMM: the addend of
   // this rank.
@@ -79,8 +79,8 @@ struct CommunicatedTensor {
   Tensor gathered_scales = {};
 };
 
-// Returns one entry per tensor that the call communicates. Only the weight gradient of
-// several kernels, dw_i = x^T dy_i, may communicate several: it all-gathers each dy_i.
+// Returns one entry per tensor that the call communicates. There are several only for
+// the weight gradients of several kernels, dw_i = x^T dy_i, which all-gather each dy_i.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
 

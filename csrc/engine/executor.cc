@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Executes one pass of a schedule on one rank.
+// Executes the schedule of one rank once.
 class ScheduleRun {
  public:
   // `concurrent_gemms`, the GEMMs of a bulk op, run concurrently with the
@@ -61,8 +61,8 @@ class ScheduleRun {
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {
-      // Starts the concurrent GEMMs before the first wait, after all data that can be
-      // sent immediately.
+      // The concurrent GEMMs start before the first wait, when all data that need no
+      // wait have been sent.
       if (steps[i].kind == StepKind::kWait) RunConcurrentGemms();
       if (steps[i].kind == StepKind::kWait && device_.enqueues()) {
         const size_t count = CountSteps(steps, i, StepKind::kWait);
@@ -143,9 +143,9 @@ class ScheduleRun {
   // of the transport.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // Records an event only for data that other lanes read: sums, and the operands of
-    // an overlapped GEMM. Other operands are copied on the communication lane. For
-    // partial sums, Reduce records one event.
+    // Only data that other lanes read need an event: sums, and the operands of an
+    // overlapped GEMM. Other operands are copied on the communication lane itself, and
+    // for partial sums, Reduce records a single event.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);
@@ -308,8 +308,8 @@ class ScheduleRun {
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
-      // Waits for everything on the communication lane. Its latest work is the wait for
-      // the partial sums.
+      // Waits for all work on the communication lane, of which the wait for the partial
+      // sums is the latest.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
     }
     lanes_.Await(lane, ProducedBy(Payload::kPartial, step.chunk, step.split));
@@ -396,8 +396,9 @@ void ExecuteRank(const CallAttributes& at,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const OpInfo& info = InfoOf(at.op);
-  // gathers_first: the GEMMs run after all communication. is_whole: they read the whole
-  // gathered operand instead of single splits, so it must be stored.
+  // `gathers_first` is true if the GEMMs run after all communication. `is_whole` is
+  // true if GEMMs read the whole gathered operand, which must then be stored, instead
+  // of single splits.
   const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
   const bool is_whole =
       gathers_first || (info.communicated == Communicated::kFirstOperand &&

@@ -15,9 +15,9 @@
 
 namespace jax_ub {
 
-// The calls whose operands are read (`all`), and the calls whose results are written
-// (`local`). Both are the calls of all ranks, unless the group spans processes: then
-// each process writes the results of its local ranks only.
+// The calls of a group: `all` has the calls whose operands are read, `local` those
+// whose results are written. If all ranks are in this process, both have the calls of
+// all ranks. Otherwise, each process writes only the results of its local ranks.
 struct RankCalls {
   // Indexed by rank. The calls of ranks in other processes have only the operands that
   // are communicated.

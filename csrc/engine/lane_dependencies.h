@@ -55,8 +55,8 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  // Indexed by lane: the events that precede all work that will be enqueued on the lane
-  // from now on. The lane need not await them.
+  // Indexed by lane: the events that are known to precede all further work on the lane,
+  // so that the lane need not wait for them.
   std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };

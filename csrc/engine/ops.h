@@ -57,8 +57,8 @@ enum OpAttribute : uint32_t {
   kGather = 1 << 5,
   kScale = 1 << 6,
   kScales = 1 << 7,
-  // Bias and residual of an op that once had none. Programs that were exported then do
-  // not have these attributes, so they are optional.
+  // Bias and residual of an op. Both attributes are optional, because programs that
+  // were exported when this op had neither do not have the attributes.
   kAddends = 1 << 8,
 };
 

@@ -12,8 +12,8 @@
 
 namespace jax_ub {
 
-// The schedules of a call, indexed by rank. Each is built at its first use.
-// Thread-safe.
+// The schedules of a call, indexed by rank. Each schedule is built when it is first
+// used. Thread-safe.
 class Schedules {
  public:
   // `first` is the schedule of rank 0. The schedules of other ranks are built later.
@@ -44,8 +44,8 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Device& device);
 
-// Caches the slot requirements of a call site. Thread-safe, because several launches
-// may be in flight.
+// Caches the slot requirements of a call site. Thread-safe, because several launches of
+// a program may be in flight.
 class SlotPlans {
  public:
   // Returns the slot requirements for the shapes of `call`. Recomputes them only if the

@@ -31,9 +31,9 @@ std::string_view TraceKindName(TraceKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// The events of one thread, which only that thread writes. A reader may read the first
-// `size` events if `generation` is the current one, because they are overwritten only
-// after the next Start.
+// The events of one thread. Only that thread writes them. Another thread may read the
+// first `size` events if `generation` is the current generation, because events are
+// overwritten only after the next Start.
 struct Tracer::Buffer {
   static constexpr int64_t kEventBytes = sizeof(TraceEvent);
 

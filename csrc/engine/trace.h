@@ -98,8 +98,8 @@ class Tracer {
   TraceContext BeginCall(TraceCall call);
   // Counts a call that could not be registered, because memory was exhausted.
   void DropCall();
-  // Records an event, unless its call began before the last Start, which `generation`
-  // (TraceContext::generation) shows.
+  // Records an event. Does nothing if the call of the event began before the last
+  // Start, as its `generation` (TraceContext::generation) shows.
   void Record(int64_t generation, const TraceEvent& event);
 
  private:
@@ -132,8 +132,8 @@ struct TraceContext {
   TraceContext OfRank(int which) const {
     return {tracer, generation, call, static_cast<int16_t>(which)};
   }
-  // Records a span that began at `begin_ns` and ends now. Does nothing if `begin_ns` is
-  // 0, the value of TraceNow while tracing was disabled.
+  // Records a span that began at `begin_ns` and ends at the time of the call. Does
+  // nothing if `begin_ns` is 0, which TraceNow returns while tracing is disabled.
   void Since(int64_t begin_ns, TraceKind kind) const;
 };
 

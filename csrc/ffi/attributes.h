@@ -24,16 +24,17 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Returns the names of the attributes that `op` has, except those that all ops have.
+// Returns the names of the attributes that `op` has, without those that all ops have.
 std::vector<std::string_view> AttributeNames(const OpInfo& op);
 
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
 // out of range or a required attribute is missing. Those of KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Views an array as [batch, rows, features]: its last two dimensions are rows and
-// features. An all-reduce instead divides the array into rows of one element, or of as
-// many elements as its bias has, because it may be split between any two of them.
+// Views an array as a tensor [batch, rows, features], whose last two dimensions are
+// rows and features. In an all-reduce, the array is divided into rows of one element
+// instead, or of as many elements as the bias has, because it may be split between any
+// two rows.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,

@@ -148,7 +148,8 @@ ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept try {
     return ffi::Error::Internal("jax_ub: unknown exception");
   }
 } catch (const std::bad_alloc&) {
-  // The text is short enough for std::string's internal buffer, so it needs no memory.
+  // This text fits into std::string's internal buffer, so the error can be created
+  // without allocating memory.
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
 }
 

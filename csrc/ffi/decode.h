@@ -13,9 +13,10 @@ namespace jax_ub {
 // attribute, if one is missing or out of range.
 CallAttributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
 
-// Converts XLA's buffers to operands and results of the op. The last `num_workspaces`
-// results are not results of the op but its workspace. Throws ShapeError if no op
-// supports a dtype, or if an exported program has no operand for the partition id.
+// Converts XLA's buffers to the operands and results of the op. The last
+// `num_workspaces` results of the custom call are not results of the op, but its
+// workspace. Throws ShapeError if no op supports a dtype, or if an exported program has
+// no operand for the partition id.
 RankCall DecodeCall(const CallAttributes& attributes,
                     const xla::ffi::RemainingArgs& operands,
                     const xla::ffi::RemainingRets& results,

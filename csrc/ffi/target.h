@@ -1,5 +1,5 @@
-// What is registered with XLA for an engine: its FFI handlers and the type of their
-// state. This header does not need XLA's headers.
+// The FFI handlers of an engine, and the type of their state, in the form in which they
+// are registered with XLA. This header does not need XLA's headers.
 #pragma once
 
 #include <array>
@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// One FFI target. Its handlers are untyped pointers, to be put into PyCapsules; null if
-// the platform does not use the stage.
+// One FFI target. Its handlers are untyped pointers, which Python gets as PyCapsules. A
+// handler is null if the platform does not use the stage.
 struct Target {
   std::string name;  // "jax_ub$all_gather_matmul"
   void* instantiate = nullptr;

@@ -58,8 +58,8 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
 }
 
 // Returns an error if the call needs larger buffers than the communicator has, else
-// nullptr. Every process returns the same, and rejects the call. Throws errors that
-// only this process may have, such as std::bad_alloc.
+// nullptr. Every process returns the same error and rejects the call. An exception,
+// such as std::bad_alloc, may occur in this process alone.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
@@ -154,8 +154,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // Releases a reference to the sequencer, possibly the last one, on a thread of the
-  // pool. The task is allocated in advance, because the failure handler must not fail.
+  // A task that releases a reference to the sequencer, possibly the last one. It is
+  // allocated in advance, because the failure handler that submits it must not fail.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -185,8 +185,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
-      // The lock covers both insertions, so that call log and queue have the same
-      // order.
+      // The lock covers both insertions, so that calls have the same order in the call
+      // log and in the queue.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
@@ -194,8 +194,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
       if (std::exchange(is_running_, true)) run_calls = nullptr;
     }
   } catch (...) {
-    // The call cannot be queued, because memory is exhausted. Peers would wait for it,
-    // so the communicator fails.
+    // Memory is exhausted, so the call cannot be queued. The communicator fails,
+    // because the peers would wait for this call.
     failure = std::current_exception();
     Fail(failure);
   }
@@ -247,9 +247,9 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
   bool is_first_call = false;
   {
     std::lock_guard lock(mutex_);
-    // No call may begin after a failed one. The failed call may have skipped its
-    // barrier, so a peer may still read the buffers that the next call would write.
-    // OnPoison fails the queued calls.
+    // After a failed call, no call may begin: a process may have skipped the barrier of
+    // the failed call, so a peer may still read the buffers that the next call would
+    // write. OnPoison fails the queued calls.
     if (complete_.empty() || communicator_->poison()) {
       is_running_ = false;
       return nullptr;
@@ -262,8 +262,8 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
     label = complete_.front()->attributes->label;
     for (const auto& collective : complete_) is_first_call |= collective->is_first;
   }
-  // Only this thread, which executes RunCalls, changes `next_call_`, so it needs no
-  // lock to read it.
+  // `next_call_` is read without a lock, because only this thread, which executes
+  // RunCalls, changes it.
   return WaitForLocalCall(
       communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
 }
@@ -394,8 +394,9 @@ void CallSequencer::RunThroughSlots(
   run->RunAndWait();
 }
 
-// Completes each rank on its own thread, because XLA continues the rank's program
-// there. If `inline_last`, the current thread completes the last rank.
+// Completes each rank on a separate thread, because XLA continues the program of a rank
+// on the thread that completes it. With `inline_last`, the current thread completes the
+// last rank.
 void CallSequencer::Complete(const std::shared_ptr<CollectiveCall>& collective,
                              std::exception_ptr failure,
                              bool inline_last) noexcept {
@@ -418,8 +419,8 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
-  // Acquires the lock once, so that no thread in WaitForLocalCall is between its check
-  // for a failure and its sleep. Such a thread would miss the notification.
+  // Acquires and releases the lock, so that no thread in WaitForLocalCall is between
+  // its check for a failure and its sleep, where it would miss the notification.
   std::unique_lock(mutex_).unlock();
   changed_.notify_all();
   for (;;) {
@@ -469,7 +470,7 @@ double CallSequencer::BarrierSeconds(int count) {
     throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
                                 ", expected at least 1");
   }
-  // The barriers continue the phases of the latest call: generations must increase, or
+  // Continues the phases of the latest call: barrier generations must increase, or else
   // processes would pass barriers without waiting.
   const int64_t latest_call = num_calls() - 1;
   const std::string label = "barrier";

@@ -38,9 +38,9 @@ namespace jax_ub {
 // learned at the first call of a call site, and holds for all its later calls.
 class RunIdOffsets {
  public:
-  // Returns the collective call in `complete` that the leader logged as `entry`, or
-  // nullptr if this process has not completed it yet. Throws CommunicatorError if
-  // several match.
+  // Returns the collective call that the leader logged as `entry`, or nullptr if it is
+  // not in `complete`, the calls that all local ranks have joined. Throws
+  // CommunicatorError if several calls match.
   std::shared_ptr<CollectiveCall> Find(
       const CallLogEntry& entry,
       const std::deque<std::shared_ptr<CollectiveCall>>& complete);
@@ -75,10 +75,11 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Returns false if the call was lowered for an earlier communicator of these devices.
-  // After a failure, the processes may have launched such a program a different number
-  // of times, so equal run ids might identify different calls. The generation of a call
-  // is that of the newest communicator of its groups.
+  // Returns whether the call may use this communicator: false if it was lowered for an
+  // earlier communicator of these devices. When that one failed, the processes may have
+  // launched the program a different number of times, so equal run ids might identify
+  // different calls. The generation of a call is that of the newest communicator of its
+  // groups.
   bool AcceptsGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation >= generation_;
   }

@@ -113,8 +113,8 @@ CallSite::Launch& CallSite::FindLaunch(int64_t run_id) {
   for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch) {
     if (launch->run_id == run_id) return *launch;
   }
-  // Forgets the oldest launch. The watchdog still fails its incomplete collective calls
-  // at their deadline.
+  // Forgets the oldest launch. Its incomplete collective calls, if any, still fail at
+  // their deadline, because the watchdog knows them.
   if (launches_.size() == kMaxLaunches) launches_.pop_front();
   launches_.push_back({run_id, std::vector<int64_t>(flat_ranks_.size(), 0), {}});
   return launches_.back();
@@ -255,8 +255,8 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
   return sequencer;
 }
 
-// Throws CommunicatorError unless all ranks of the group are in this process. They may
-// not be if a program that was lowered for several processes runs after destroy_ub.
+// Throws CommunicatorError unless all ranks of the group are in this process. Some are
+// not if a program that was lowered for several processes runs after destroy_ub.
 void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
   const CallAttributes& at = site.attributes();
   std::string devices;
@@ -307,8 +307,8 @@ void Rendezvous::FailJoined(const CollectiveCall& collective,
   }
 }
 
-// Removes one incomplete collective call that satisfies `is_meant` from the rendezvous
-// table. Returns it, or nullptr if there is none.
+// Removes one incomplete collective call for which `is_meant` is true from the
+// rendezvous table. Returns the call, or nullptr if there is none.
 template <typename Predicate>
 std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_meant) {
   std::lock_guard lock(mutex_);
@@ -323,8 +323,8 @@ std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_m
   return collective;
 }
 
-// Stores the error of a group in one run, so that its ranks that arrive later fail,
-// too.
+// Stores the error of a group in one run of a program, so that ranks of this group that
+// arrive later fail, too.
 void Rendezvous::Remember(int64_t run_id,
                           uint64_t group_key,
                           const std::exception_ptr& reason) {
@@ -374,7 +374,8 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
   }
   if (sequencer) {
     // If the call was lowered for an earlier communicator of these devices, every
-    // process rejects it and none waits for it, so this communicator need not fail.
+    // process rejects it and no process waits for it, so the current communicator need
+    // not fail.
     if (sequencer->AcceptsGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
@@ -413,7 +414,7 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // There was no memory for an error message. The watchdog tries again after one
+      // There was no memory to create an error. The watchdog tries again after one
       // period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
@@ -434,8 +435,8 @@ void Rendezvous::FailExpired(std::unique_lock<std::mutex>& lock) {
     const uint64_t group_key = collective.group_key;
     const std::shared_ptr<CallSequencer> sequencer = collective.sequencer;
     lock.unlock();
-    // Fail removes the collective call from the table, unless the sequencer has failed
-    // earlier. In that case, Fail has no effect, and Poison removes the call.
+    // Fail also removes the collective call from the table, unless the sequencer has
+    // failed before. Then Fail has no effect, and Poison removes the call.
     if (sequencer) sequencer->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();

@@ -32,7 +32,7 @@ namespace jax_ub {
 
 class CallSequencer;
 
-// How long a rank waits for the other ranks of its call.
+// The time in seconds that a rank waits for the other ranks of its call.
 struct Timeouts {
   double call_s = 0;
   // Minimum timeout of the first execution of a call site, during which other processes
@@ -200,7 +200,7 @@ class Rendezvous {
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  // Guards the members below, and members of CallSite that say so.
+  // Guards the members below, and the members of CallSite whose comments say so.
   mutable std::mutex mutex_;
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;

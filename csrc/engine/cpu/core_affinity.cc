@@ -12,8 +12,8 @@ namespace jax_ub {
 int NumAllowedCores() {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
-  // sched_getaffinity failed: the machine has more cores than a cpu_set_t can
-  // represent.
+  // sched_getaffinity has failed, because the machine has more cores than a cpu_set_t
+  // can represent.
   return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
 }
 
@@ -22,8 +22,8 @@ int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota) {
   return std::max(static_cast<int>(std::ceil(*cpu_quota)), 1);
 }
 
-// Code in this file ignores errors of sched_setaffinity and sched_getaffinity: pinning
-// only improves speed.
+// In this file, errors of sched_setaffinity and sched_getaffinity are ignored, because
+// pinning only improves speed.
 
 void CoreAffinity::set_cpu_set(const std::vector<int>& part) {
   std::lock_guard lock(mutex_);
@@ -43,8 +43,9 @@ std::vector<int> CoreAffinity::cpu_set() const {
   return part;
 }
 
-// A new thread inherits the CPU set of its creator, which may be a pinned thread, so it
-// gets the CPU set of the thread that called the pool last.
+// A new thread inherits the CPU set of the thread that starts it, which may be a pinned
+// thread. The thread therefore gets the CPU set of the thread that called the pool
+// last.
 CoreAffinity::Thread::Thread(CoreAffinity& cores)
     : id_(static_cast<pid_t>(syscall(SYS_gettid))) {  // glibc 2.28 has no gettid
   std::optional<cpu_set_t> allowed;
@@ -89,7 +90,7 @@ void CoreAffinity::Release(Thread& thread) {
   }
   std::lock_guard lock(thread.mutex_);
   thread.is_idle_ = false;
-  // `assigned_` implies that `allowed_` is set, so `allowed` is initialized.
+  // If `assigned_` is set, `allowed_` was set before, so that `allowed` is initialized.
   if (!thread.assigned_) return;
   sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
   thread.assigned_.reset();
@@ -134,8 +135,8 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   std::lock_guard lock(core_affinity_.mutex_);
   if (who == Who::kCaller) core_affinity_.allowed_ = allowed_;
-  // All cores that the pool's last caller may use. If this thread is a worker, its CPU
-  // set may still be restricted to those that were free in an earlier call.
+  // All cores that the last caller of the pool may use. The CPU set of a worker may
+  // still be restricted to the cores that were free in an earlier call.
   const cpu_set_t all = core_affinity_.allowed_.value_or(allowed_);
   cpu_set_t free = core_affinity_.FreeOf(allowed_);
   if (CPU_COUNT(&free) == 0) free = core_affinity_.FreeOf(all);

@@ -35,8 +35,8 @@ class CoreAffinity {
  public:
   enum class Who { kCaller, kWorker };
 
-  // Restricts the thread pool to the cores in `part`, if its threads may run on them.
-  // Empty: all cores. Use it to keep the other cores for other processes.
+  // Restricts the pool to those cores in `part` on which its threads may run, to leave
+  // the other cores to other processes. Empty: all cores.
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;
 
@@ -61,16 +61,17 @@ class CoreAffinity {
   // Called by a worker before it computes, so that AssignIdleCores does not move it to
   // another core.
   void SetBusy(Thread& thread);
-  // Called by a worker before it runs a blocking task. Lets it run on any core.
+  // Called by a worker before it runs a blocking task. Lets the worker run on any core.
   void Release(Thread& thread);
   // Called by a worker after its work, so that AssignIdleCores may move it to another
   // core.
   void SetIdle(Thread& thread);
 
-  // Reserves a core for the calling thread while it computes as one of `num_threads`
-  // threads. If another thread computes on its core, the thread first moves to a free
-  // core. It is pinned if there are at least as many threads as cores. If all cores are
-  // taken, the scheduler places it.
+  // Reserves a core for the calling thread while the thread computes, as one of
+  // `num_threads` threads. If another thread already computes on the current core, the
+  // calling thread first moves to a free core. It is pinned to its core if there are at
+  // least as many threads as cores. If all cores are taken, the scheduler chooses a
+  // core.
   class ScopedCore {
    public:
     ScopedCore(CoreAffinity& cores, Who who, int num_threads);

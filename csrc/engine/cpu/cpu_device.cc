@@ -8,7 +8,8 @@ namespace jax_ub {
 
 Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // Allocates before push_back, so that the memory has an owner if push_back throws.
+  // The memory is allocated before push_back, so that it has an owner if push_back
+  // throws.
   auto memory = std::make_unique_for_overwrite<std::byte[]>(tensor.size_bytes());
   memory_.push_back(std::move(memory));
   tensor.data = memory_.back().get();

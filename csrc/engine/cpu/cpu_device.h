@@ -1,5 +1,5 @@
-// The CPU device. Every function returns when its work is done. The thread pool
-// computes the GEMMs.
+// The CPU device. Each function returns when its work is done. The threads of the pool
+// compute the GEMMs.
 #pragma once
 
 #include <memory>

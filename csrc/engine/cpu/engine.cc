@@ -46,8 +46,8 @@ void Engine::Submit(
     throw;
   }
   if (!collective) return;
-  // From here on, an error must fail all ranks through their completions. An exception
-  // would only reach the rank that arrived last.
+  // From here on, an error must fail all ranks through their completions, because an
+  // exception would reach only the rank that arrived last.
   if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
     BeginTrace(*collective, device);
     return sequencer->Enqueue(std::move(collective));
@@ -59,7 +59,7 @@ std::shared_ptr<CallSequencer> Engine::Join(
     std::shared_ptr<SharedMemoryCommunicator> communicator,
     std::vector<int64_t> devices,
     int generation) {
-  // The hooks may capture `this`, because an engine is never destroyed.
+  // The engine is never destroyed, so the hooks may capture `this`.
   auto sequencer = CallSequencer::Make(
       std::move(communicator), std::move(devices), generation, *pool_,
       {[this] { return rendezvous_->timeouts(); },
@@ -113,7 +113,8 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // No thread accesses the buffers yet, so the ranks can complete with an error.
+    // No other thread accesses the buffers at this point, so all ranks can complete
+    // with an error.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }
@@ -156,8 +157,8 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // If `participated`, this is XLA's thread of the last rank that arrived, so it
-        // can complete this rank itself.
+        // If `participated` is true, the current thread is XLA's thread of the last
+        // rank that arrived, and can complete this rank itself.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }

@@ -73,8 +73,8 @@ class Execution {
  private:
   std::byte* buffer(int rank) const { return communicator_.buffer(rank, number_); }
 
-  // Returns the buffer in which a process stores results for its peers: the buffer of
-  // the process's lowest rank.
+  // Returns the buffer, that of the process's lowest rank, in which a process stores
+  // results for its peers.
   std::byte* BufferOfProcess(int process) const { return buffer(LowestRank(process)); }
 
   int LowestRank(int process) const {
@@ -94,8 +94,7 @@ class Execution {
     RunWork(work, pool_);
   }
 
-  // Waits until all processes have written their sums, so that this process can read
-  // them.
+  // Waits until all processes have stored their sums, which this process then reads.
   void SecondBarrier() {
     const TraceScope scope(trace_, TraceKind::kBarrier);
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
@@ -263,9 +262,9 @@ class Execution {
     for (int p = 0; p < num_processes(); ++p) {
       sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
-    // Computes the result once for all local ranks, since bias and residual are equal on
-    // all ranks. Adding them again for each rank would be wrong: a residual may share
-    // memory with the result of its rank, which has been overwritten.
+    // The result is computed once for all local ranks, since bias and residual are
+    // equal on all ranks. Computing it for each rank would be wrong: a residual may
+    // share memory with the result of its rank, which would have been overwritten.
     AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
     for (const RankCall& call : local_) {
       sum.to.push_back({call.results[0].data, to.features, to.dtype});

@@ -1,5 +1,5 @@
-// An intrusive queue, and the tasks of the thread pool that are queued in one. It
-// allocates no memory, so that queueing a task cannot fail when memory is exhausted.
+// An intrusive queue, and the tasks of the thread pool that can be queued. The queue
+// allocates no memory, so a task can be queued even if memory is exhausted.
 #pragma once
 
 #include <cstdint>
@@ -65,8 +65,8 @@ class Queue {
     --size_;
   }
 
-  // Returns the first object that satisfies `is_meant`, or nullptr. Leaves it in the
-  // queue.
+  // Returns the first object for which `is_meant` is true, or nullptr. The object stays
+  // in the queue.
   template <typename Predicate>
   std::shared_ptr<T> Find(const Predicate& is_meant) const {
     const std::shared_ptr<T>* at = &first_;

@@ -7,7 +7,7 @@ namespace jax_ub {
 
 namespace {
 
-// The number of unused communicators that are kept. Few calls use slots at the same
+// Maximum number of unused communicators that are kept. Few calls use slots at the same
 // time.
 constexpr size_t kMaxFree = 8;
 

@@ -13,7 +13,7 @@ namespace jax_ub {
 
 class SlotPool {
  public:
-  // Deletes a communicator and subtracts its size from the pool's `size_bytes_`.
+  // Deletes a communicator, and subtracts its size from `size_bytes_` of its pool.
   struct Delete {
     SlotPool* pool = nullptr;
     void operator()(InProcessCommunicator* communicator) const;

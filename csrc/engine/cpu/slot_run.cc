@@ -41,21 +41,21 @@ void SlotRun::Start() {
 void SlotRun::RunAndWait() {
   Queue<BlockingTask> tasks = MakeTasks(num_ranks() - 1);
   if (gemms_) gemms_->Start();
-  // Up to here, an exception is harmless, because no rank has begun. From here on,
-  // nothing may throw until all ranks have ended, because they use objects of the
+  // Until here, an exception is harmless, because no rank has begun. From here on,
+  // nothing may throw until all ranks have ended, because the ranks use objects of the
   // caller.
   pool_.SubmitBlocking(std::move(tasks));
-  // The current thread runs ranks, too. If the system limits the number of threads,
-  // some ranks may not have found a thread. Their peers have failed by then, so these
-  // ranks fail as well.
+  // The current thread also runs ranks. If the system limits the number of threads,
+  // some ranks may not have got a thread. By now, their peers have failed, so these
+  // ranks fail, too.
   while (next_.load() < num_ranks()) RunNextRank();
   std::unique_lock lock(mutex_);
   all_ended_.wait(lock, [&] { return num_left_ == 0; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// Allocates the tasks of all ranks before any rank begins. A rank whose task cannot be
-// allocated would block the ranks that wait for it.
+// Allocates the tasks of all ranks before any rank begins: a rank without a task would
+// block the ranks that wait for it.
 Queue<BlockingTask> SlotRun::MakeTasks(size_t num_tasks) {
   Queue<BlockingTask> tasks;
   for (size_t i = 0; i < num_tasks; ++i) {

@@ -49,14 +49,14 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
           ThreadPool& pool,
           Hooks hooks);
 
-  // Starts all ranks and returns without waiting for them. If it throws std::bad_alloc,
-  // no rank has started. If the op is bulk, the calling thread first computes GEMM
-  // units, which do not depend on the communication.
+  // Starts all ranks, and returns without waiting for them. If the op is bulk, the
+  // calling thread first computes GEMM units, which do not depend on the communication.
+  // If Start throws std::bad_alloc, no rank has started.
   void Start();
 
-  // Runs all ranks and waits for them. If it throws std::bad_alloc, none has run. The
-  // calling thread must be allowed to block: it runs ranks for which there is no other
-  // thread. Rethrows the first error.
+  // Runs all ranks and waits for them. The calling thread must be allowed to block,
+  // because it runs the ranks for which there is no other thread. Rethrows the first
+  // error. If RunAndWait throws std::bad_alloc, no rank has run.
   void RunAndWait();
 
  private:

@@ -11,12 +11,13 @@ namespace jax_ub {
 
 namespace {
 
-// The number of sleeping threads that a thread wakes before it starts to work. Each of
-// them wakes further threads.
+// Number of sleeping threads that a thread wakes before it starts to work. Each of
+// these threads wakes further threads.
 constexpr int kMaxWakes = 2;
-// The number of polls before an idle thread sleeps, enough to bridge the gaps in a
-// sequence of small calls. Every poll yields the core. With more polls, idle threads of
-// several processes would yield to each other and slow down the computing threads.
+// Number of times that an idle thread polls for work before it sleeps, enough to bridge
+// the gaps in a sequence of small calls. Every poll yields the core. With more polls,
+// idle threads of several processes would yield to each other and slow down the
+// computing threads.
 constexpr int kIdleSpins = 5;
 
 }  // namespace
@@ -128,7 +129,7 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
 }
 
 // Returns how many more threads the queued work could use: one for each task that may
-// block, and those that may still join jobs. Requires `mutex_`.
+// block, and as many as may still join jobs. Requires `mutex_`.
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
@@ -146,8 +147,9 @@ int64_t ThreadPool::NumWanted() const {
   return wanted;
 }
 
-// Wakes or starts threads until every queued BlockingTask has one and every job has as
-// many as it can use. Wakes at most kMaxWakes threads itself; they wake the others.
+// Wakes or starts threads until each queued BlockingTask has a thread, and each job has
+// as many threads as it can use. Wakes at most kMaxWakes threads itself; these wake the
+// others.
 bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   const int64_t num_wanted = NumWanted();
   if (num_wanted == 0) {
@@ -175,7 +177,8 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   if (spinning && to_compute) core_affinity_.AssignIdleCores(spinning->thread);
   while (called != nullptr) {
     Worker* const worker = called;
-    // Reads `next` before waking the worker, which changes it when it sleeps again.
+    // `next` is read before the worker wakes, because the worker changes it when it
+    // sleeps again.
     called = worker->next;
     if (to_compute) core_affinity_.AssignIdleCores(worker->thread);
     worker->Wake();
@@ -183,9 +186,9 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   try {
     for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
   } catch (...) {
-    // No thread can be started, because the system limits threads or memory, so the
-    // existing threads must do the work. One of them may have gone to sleep since
-    // `num_waking_` counted the threads that were to start.
+    // The system limits threads or memory, so no thread can be started, and existing
+    // threads must do the work. Threads may have gone to sleep since `num_waking_`
+    // counted the new threads.
     lock.lock();
     num_waking_ -= num_new;
     if (asleep_ != nullptr) return WakeWorkers(lock);
@@ -242,7 +245,7 @@ void ThreadPool::Participate(std::shared_ptr<ParallelJob> job) noexcept {
   lock.unlock();
   std::exception_ptr failure;
   {
-    // Reserves the core before waking workers, so that they avoid it.
+    // The core is reserved before workers wake, so that they avoid it.
     const CoreAffinity::ScopedCore core(core_affinity_, CoreAffinity::Who::kCaller,
                                         num_workers());
     lock.lock();
@@ -319,8 +322,8 @@ void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
   LeaveJob(job, failure, false);
 }
 
-// Returns a job that another worker may join, or nullptr. A job without units needs a
-// worker, too, which calls its Finish.
+// Returns a job that another worker may join, or nullptr. A job without units also
+// needs one worker, to call its Finish.
 std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
   if (num_in_jobs_ >= num_workers()) return nullptr;
   return jobs_.Find([](const ParallelJob& job) {

@@ -115,9 +115,9 @@ class ThreadPool {
   // Runs all units on the calling thread, which is cheaper than waking workers.
   void RunInline(ParallelJob& job) noexcept;
 
-  // Runs the units and waits for them. Runs them on the calling thread if they take
-  // less than kMaxInlineUs, otherwise as Participate does. The calling thread must be
-  // allowed to block. Rethrows an exception of a unit.
+  // Runs the units of a job and waits for them. If they take less than kMaxInlineUs,
+  // the calling thread runs them; otherwise as Participate does. The calling thread
+  // must be allowed to block. Rethrows an exception of a unit.
   void ParallelFor(int64_t num_units,
                    ParallelJob::RunUnit run_unit,
                    double estimated_us = std::numeric_limits<double>::infinity());
@@ -127,8 +127,8 @@ class ThreadPool {
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> cpu_set() const { return core_affinity_.cpu_set(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
-  // Returns how many threads compute at a time. It does not exceed the number of cores,
-  // because more threads would only take turns.
+  // Returns how many threads compute at a time: at most the number of cores, because
+  // more threads would only take turns on them.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
   // Returns what PlanGemm needs to plan a GEMM for this pool: the number of threads,

@@ -151,8 +151,8 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     job_->Wait();
   } catch (...) {
-    // A destructor must not throw. Either Wait has reported this exception, or the
-    // caller already ends with another error.
+    // The exception is ignored, because a destructor must not throw: either Wait has
+    // reported it, or the caller already ends with another error.
   }
 }
 

@@ -55,8 +55,9 @@ class WorkList {
   double estimated_us() const { return estimated_us_; }
 
  private:
-  // Adds a sum to the last work unit that computes sums, or to a new unit if that unit
-  // would then exceed kUnitElements elements. `slice` must not have more elements.
+  // Adds a sum to the last work unit that computes sums or, if this unit would exceed
+  // kUnitElements elements, to a new unit. `slice` must not have more elements than
+  // that.
   void AddSlice(Sum slice);
 
   std::vector<std::unique_ptr<GemmPlan>> plans_;
@@ -87,8 +88,8 @@ void RunWork(const WorkList& work, ThreadPool& pool);
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
-  // If a thread has begun the work, waits for all units, and ignores their exceptions.
-  // Otherwise, the work is never run.
+  // If a thread has begun the work, waits for all units and ignores their exceptions.
+  // If no thread has begun it, the work is never run.
   ~ConcurrentWork();
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;

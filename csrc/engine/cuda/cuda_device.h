@@ -40,9 +40,10 @@ class CudaDevice : public Device {
  public:
   bool enqueues() const override { return true; }
 
-  // Returns the dtype of x if one GEMM computes the partial sum, because rounding it
-  // hardly affects the sum over the ranks (f16 or bf16 if x is FP8). Returns f32 if a
-  // sum of several GEMMs is sent, or if nothing is sent.
+  // Returns the dtype in which partial sums are sent. It is the dtype of x (f16 or bf16
+  // if x is FP8) if one GEMM computes the partial sum, because this rounding hardly
+  // affects the sum over the ranks. It is f32 if a sum of several GEMMs is sent, or if
+  // nothing is sent.
   DType PartialDType(const CallAttributes& at, const RankCall& call) const override {
     const bool is_rounded = at.num_kernels == 1 && at.num_ranks > 1;
     if (!is_rounded) return DType::kF32;

@@ -59,8 +59,8 @@ CudaCallSite::CudaCallSite(CallAttributes attributes)
 CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s)
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
-// Returns the size of the largest workspace of all ranks. The workspaces differ because
-// ranks run the same GEMMs on different lanes (streams).
+// Returns the size of the largest workspace that any rank needs. The sizes differ,
+// because the ranks run the same GEMMs on different lanes (streams).
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -96,7 +96,7 @@ void CudaEngine::ExecuteTogether(CudaCallSite& site,
   std::shared_ptr<CudaCommunicator> communicator;
   {
     std::lock_guard lock(site.mutex_);
-    // Null if Initialize has failed. Enqueue then reports that.
+    // If Initialize has failed, `preparation` is null, and Execute reports the failure.
     const auto& preparation = site.preparations_[ordinal];
     if (preparation && preparation->device_rank.has_peers) {
       const int group = preparation->device_rank.group;
@@ -181,7 +181,8 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   } catch (const ShapeError&) {
     throw;  // the workspace is too small, on all ranks
   } catch (...) {
-    // The call is incomplete, so the peers would wait for it: fail the communicator.
+    // The call is enqueued only in part, so the peers would wait for it. Therefore the
+    // communicator fails.
     binding.communicator->Poison(std::current_exception());
     throw;
   }
@@ -198,9 +199,9 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
-  // Uses multicast only if the workspace suffices. A program that was lowered elsewhere
-  // may have a smaller one than planned here. All ranks have the same workspace size,
-  // so all choose the same algorithm.
+  // Multicast is used only if the workspace suffices, because a program that was
+  // lowered elsewhere may have a smaller workspace than is planned here. The workspace
+  // size is equal on all ranks, so all ranks choose the same algorithm.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
@@ -339,15 +340,15 @@ void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
     });
     for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
-  // Locks each GPU once, to wait for calls that are being enqueued on it. Other calls
-  // may continue while Close waits for the peers.
+  // Locks and unlocks each GPU once, to wait for calls that are being enqueued on it.
+  // Other calls may continue while Close waits for the peers.
   for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 
 void CudaEngine::ReleaseInProcess() {
-  // Destroyed after `lock` is released, because destroying a communicator waits for its
-  // devices.
+  // Declared before `lock`, so that communicators are destroyed without the lock: their
+  // destruction waits for devices.
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> released;
   std::lock_guard lock(mutex_);
   released.swap(in_process_);

@@ -62,8 +62,8 @@ class CudaCallSite {
     GemmOptions options;
     Gpu* gpu = nullptr;
   };
-  // The communicator of a group. Captured graphs contain its addresses, so it is not
-  // replaced after a capture.
+  // The communicator of a group. A captured graph contains addresses of the
+  // communicator, which is therefore not replaced after a capture.
   struct Binding {
     std::shared_ptr<CudaCommunicator> communicator;
     uint32_t number = 0;  // the communicator's number of the call site
@@ -75,7 +75,7 @@ class CudaCallSite {
   };
 
   const CallAttributes attributes_;
-  // Maps a device id to group * num_ranks + rank.
+  // Maps a device id to group * num_ranks + rank within the group.
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
@@ -166,8 +166,8 @@ class CudaEngine {
                            const DeviceRank& device_rank,
                            const RankCall& call);
   DeviceRank DeviceRankOf(const CudaCallSite& site, int ordinal);
-  // Returns the device's Preparation for the call, if it is still valid. Otherwise
-  // returns a new one without the members that Load sets (`gpu` is null).
+  // Returns the device's Preparation for the call if it is still valid. Otherwise
+  // returns a new Preparation, without the members that Load sets (`gpu` is null).
   std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
                                           int ordinal,
                                           const DeviceRank& device_rank,
@@ -224,8 +224,8 @@ class CudaEngine {
 
   Gpu& GpuOf(int ordinal);
   int64_t DeviceOf(int ordinal);
-  // Return the GPU of an ordinal, and the ordinal of a device id (-1 if it belongs to
-  // another process). Both require `mutex_`.
+  // GpuOfLocked returns the GPU with an ordinal. OrdinalOf returns the ordinal of a
+  // device id, or -1 if the device belongs to another process. Both require `mutex_`.
   Gpu& GpuOfLocked(int ordinal);
   int OrdinalOf(int64_t device) const;
 

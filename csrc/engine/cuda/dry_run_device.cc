@@ -51,8 +51,8 @@ Tensor DryRunDevice::Allocate(DType dtype,
                               int64_t rows,
                               int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // Allocated tensors have the same distances between their fake addresses as they will
-  // have in the workspace.
+  // The distances between the fake addresses of allocated tensors equal the distances
+  // that the tensors will have in the workspace.
   tensor.data = Address(kAllocated, 0) + plan_.tensor_bytes;
   plan_.tensor_bytes += WorkspacePlan::Align(tensor.size_bytes());
   return tensor;

@@ -23,13 +23,13 @@ class FirstRun {
  public:
   enum class Stage { kLoading, kReady, kEnqueued };
 
-  // Returns whether this device has enqueued the first run of the call site, or failed
-  // in it. Its later runs do not wait for the other devices.
+  // Returns whether this device has enqueued the first run of the call site, or has
+  // failed in it. The device does not wait for the others in later runs.
   bool IsOver(int ordinal) const;
 
-  // Records that the device has reached `stage`, and waits until all `ordinals` have.
-  // Returns those that have not by the deadline. `failure` is polled; if it returns an
-  // exception, throws it.
+  // Records that the device has reached `stage`, and waits until all `ordinals` have
+  // reached it. Returns the ordinals that have not at the deadline. `failure` is polled
+  // during the wait. An exception that it returns is thrown.
   std::vector<int> Await(int ordinal,
                          Stage stage,
                          const std::vector<int>& ordinals,

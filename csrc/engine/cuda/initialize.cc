@@ -19,8 +19,8 @@ namespace {
 // sizes that are multiples of this, so that calls of similar sizes can share a heap.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// Returns the alignment of the tensor's address in bytes, at most the largest one that
-// affects GEMM plans.
+// Returns the largest power of two, up to the largest that affects GEMM plans, of which
+// the tensor's address in bytes is a multiple.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
   return static_cast<int>(
@@ -140,8 +140,8 @@ void CudaEngine::Load(CudaCallSite& site,
         WhyNoFp8(ScaledUnitOf(at, call), gpu.capability(), library_.version);
     if (!reason.empty()) throw UnsupportedError("jax_ub." + at.label + ": " + reason);
   }
-  // Plans one GEMM. Its workspace is not allocated yet, so an address with the same
-  // alignment represents it.
+  // Plans one GEMM. The workspace is not allocated yet, so a fake address with the same
+  // alignment stands for it.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(
         problem, preparation->options,
@@ -164,8 +164,8 @@ void CudaEngine::Load(CudaCallSite& site,
   site.preparations_[ordinal] = std::move(preparation);
 }
 
-// Returns the communicator for the call. Replaces a failed one only by a newer one, and
-// only if no captured graph contains its addresses.
+// Returns the communicator for the call. Replaces a failed communicator only by a newer
+// one, and only if no captured graph contains addresses of the failed one.
 std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
                                                    const Preparation& preparation) {
   const DeviceRank& device_rank = preparation.device_rank;
@@ -174,8 +174,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
-  // Reports a failed attempt to bind a communicator once per rank. Later calls of the
-  // rank try again.
+  // A failed attempt to bind a communicator is reported once per rank. Later calls of
+  // the rank try again to bind one.
   const bool is_notified_first = binding.notified_ranks.insert(device_rank.rank).second;
   if (binding.rejection && is_notified_first) std::rethrow_exception(binding.rejection);
   binding.notified_ranks = {device_rank.rank};
@@ -183,7 +183,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
-      // Throws if the communicator has too little memory for the slots of the call.
+      // AddressSlots throws if the communicator has too little memory for the slots of
+      // the call.
       communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -232,16 +233,16 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // Only a group whose ranks are all in this process can lack a communicator here.
-    // Its ranks reject the call for the same reason, without messages.
+    // A group without a communicator is within this process. Its ranks reject the call
+    // for the same reason, without messages.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!rejection) declared = communicator;
   }
   if (is_declared) {
-    // The peers already have a signature by which this rank accepts the call, so a
-    // later rejection must fail the communicator.
+    // This rank has already sent a signature by which it accepts the call. A later
+    // rejection must therefore fail the communicator.
     if (!rejection) return;
     return communicator->Poison(std::make_exception_ptr(
         CommunicatorError("CommunicatorError: jax_ub." + at.label + ": " +
@@ -277,8 +278,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
     std::lock_guard lock(mutex_);
     const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
     if (newest && newest->slots_bytes() >= need_bytes) return newest;
-    // Creates each Gpu, which loads its kernels, before any device can wait for another
-    // one.
+    // Each Gpu, which loads its kernels at construction, is created before any device
+    // can wait for another one.
     for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   }
   auto made = CudaCommunicator::Make(

@@ -55,7 +55,8 @@ class MulticastReduction {
       Barrier(0, split);
       Sum(split);
       SignalAll(1, split);
-      // Finishes the previous split while the peers compute their sums of this one.
+      // The previous split is finished here, while the peers compute their sums of the
+      // current split.
       if (split > 0) Finish(split - 1);
     }
     Finish(num_splits_ - 1);

@@ -33,9 +33,9 @@ CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 // and no other call uses its lanes.
 class StreamDevice : public CudaDevice {
  public:
-  // Enqueues work on `lanes`, which begin after the work that `stream` (XLA's) already
-  // has. If `lanes` is null, runs all work on `stream`, for calls without
-  // communication. `workspace` must be large enough for `plan`.
+  // Enqueues work on `lanes`, after the work that XLA's stream, `stream`, already has.
+  // If `lanes` is null, the call does not communicate, and all work runs on `stream`.
+  // `workspace` must be large enough for `plan`.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
                StreamLanes* lanes,

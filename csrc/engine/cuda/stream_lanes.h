@@ -1,5 +1,5 @@
 // The streams of a device, one for communication and some for GEMMs, and the events
-// that order them. Calls use them one after another.
+// that order their work. Only one call at a time uses them.
 #pragma once
 
 #include <cuda.h>

@@ -9,8 +9,8 @@ namespace jax_ub {
 
 namespace {
 
-// State of the process. It is global, because handlers are plain functions. It is never
-// destroyed, because the driver may shut down first.
+// The state of the process. It is global, because handlers are plain functions. It is
+// never destroyed, because the CUDA driver may shut down before.
 std::mutex creation;  // guards the variables below, except `engine`
 std::vector<std::string> library_paths;
 double timeout_of_waits_s = 120;
