@@ -5,7 +5,8 @@
 // functions that load and store it (gemm/cpu/simd_*.h, reduce/cuda/sum_kernels.cu).
 #pragma once
 
-// Includes only C headers, for the reason that gemm/cpu/kernels.h states.
+// Only C headers are included: files for different instruction sets include this
+// header, and the linker may merge inline functions of C++ headers across them.
 #include <stdint.h>
 
 namespace jax_ub {

@@ -18,7 +18,7 @@
 
 namespace jax_ub {
 
-// Maximum number of addends. Operations need three: a bias, a residual and an
+// Maximum number of addends of a GEMM. Operations need three: a bias, a residual and an
 // accumulator.
 inline constexpr int kMaxAddends = 7;
 // Maximum number of factors by which a sum is multiplied: the scales of both FP8

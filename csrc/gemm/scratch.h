@@ -26,7 +26,8 @@ class Scratch {
   size_t size_bytes() const { return memory_.get().size; }
 
  private:
-  // With small pages, the strides between packed panels would cause TLB misses.
+  // Size of a huge page in bytes. The memory consists of huge pages, because with small
+  // pages, the strides between packed panels would cause TLB misses.
   static constexpr size_t kHugePage = size_t{2} << 20;
 
   HostMapping memory_;

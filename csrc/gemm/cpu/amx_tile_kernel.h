@@ -97,8 +97,7 @@ inline void MultiplyStep(const char* a, int64_t a_stride, const char* b) {
   }
 }
 
-// Multiplies the last words of K, if they are fewer than a step, after it has padded
-// them with zeros.
+// Multiplies the last words of K if they are fewer than a step, padded with zeros.
 template <bool kIsTall>
 inline void MultiplyRest(const char* a,
                          int64_t a_stride,
@@ -122,8 +121,8 @@ inline void ScaleSums(char* sums, int64_t size, float factor) {
   }
 }
 
-// Stores the sums in the result. They pass through a buffer in the L1 cache, where they
-// are rounded and the addend is added.
+// Stores the sums in the result. The sums pass through a buffer in the L1 cache, where
+// the addend is added and the sum is rounded.
 template <bool kIsTall>
 inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;

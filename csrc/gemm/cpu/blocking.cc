@@ -12,20 +12,21 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum size of a work unit. It bounds the memory for sums (3 MiB) and for packed
-// columns of B.
+// Maximum number of rows and columns of a work unit. The limits bound the memory for
+// sums (3 MiB) and for packed columns of B.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
 // Maximum size of a block of A. Such a block stays in the L2 cache while a unit is
 // computed.
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
-// If all segments along K have at least this many words, K is cut into blocks at their
-// ends, so that blocks can be read in place. Otherwise blocks span segments and are
-// packed. Packing costs relatively more if there are few rows (Zen 4, segments of 96
-// words: the product takes 25 % longer with 64 rows, 5 % longer with 256, 2 % less with
-// 1024), so up to kFewRows rows have a smaller minimum. Their number is that of the
-// whole problem: the bits of the result must not depend on the division into units.
+// Minimum number of words in segments along K at whose ends K is cut into blocks, so
+// that blocks can be read in place. If a segment is shorter, blocks span segments and
+// are packed. The minimum is smaller for up to kFewRows rows, because packing then
+// costs relatively more (Zen 4, segments of 96 words: the product takes 25 % longer
+// with 64 rows, 5 % longer with 256, 2 % less with 1024). The rows are those of the
+// whole problem, because the bits of the result must not depend on the division into
+// units.
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
@@ -41,14 +42,14 @@ constexpr int64_t kFewRows = 256;
 constexpr int64_t kMaxRowsOfShortBlocks = 32;
 constexpr int64_t kShortPanelBytes = 32 << 10;
 constexpr int64_t kShortBlockBytes = 40 << 10;
-// Blocks of K have equal sizes that are multiples of this, so that packing transposes
-// whole vectors.
+// The size of a block of K is a multiple of this, so that packing transposes whole
+// vectors.
 constexpr int64_t kBlockMultiple = 32;
 // The time to pack one word of an operand, relative to one multiply-add of a tile.
 constexpr int64_t kPackCost = 16;
-// How many bytes of B one thread reads per microsecond in a product with few rows.
-// Measured with tests/csrc/gemm_bench.cc on Zen 4, before its kernels prefetched: 8e3 to
-// 18e3, depending on layout, dtype and number of rows.
+// Bytes of B that one thread reads per microsecond in a product with few rows. Measured
+// with tests/csrc/gemm_bench.cc on Zen 4, before its kernels prefetched: 8e3 to 18e3,
+// depending on layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
@@ -91,10 +92,10 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns the positions that no block of the contracted dimension K may contain inside:
-// 0, K, and the bounds of the segments of both operands. If a segment is short, returns
-// only {0, K}, because tiles write their sums to memory after each block. If segments
-// have different factors, returns all bounds.
+// Returns the positions along K that may only be at the bounds of a block: 0, K, and
+// the bounds of the segments of both operands. If a segment is short, returns only {0,
+// K}, because tiles write their sums to memory after each block. If segments have
+// different factors, returns all bounds.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;
@@ -112,8 +113,8 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   return cuts;
 }
 
-// Returns the maximum number of words in a block of K. AMX kernels, which do not pack A
-// into panels, were not measured with short blocks.
+// Returns the maximum number of words in a block of K. Short blocks were not measured
+// with AMX kernels, which do not pack A into panels.
 int64_t MaxBlockWords(const GemmProblem& problem, const KernelSet& kernels) {
   if (problem.m > kMaxRowsOfShortBlocks || kernels.panel_of_a == 1) {
     return kernels.k_block;
@@ -127,8 +128,8 @@ int64_t MaxBlockWords(const GemmProblem& problem, const KernelSet& kernels) {
   return std::min<int64_t>(kernels.k_block, words / kBlockMultiple * kBlockMultiple);
 }
 
-// Divides K into blocks. Each is within one segment of both operands if possible, so
-// that it can be read in place, without packing.
+// Divides K into blocks. If possible, each block is within one segment of both
+// operands, so that it can be read in place, without packing.
 void ChooseBlocksOfK(const GemmProblem& problem,
                      const KernelSet& kernels,
                      GemmBlocking& blocking) {

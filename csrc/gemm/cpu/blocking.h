@@ -39,7 +39,8 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
 // longer than the rest of planning a product. Thread-safe.
 class BlockingCache {
  public:
-  // When the cache is full, it is cleared. A program has only a few distinct products.
+  // Maximum number of entries of the cache, which is cleared when it is full. A program
+  // has only a few distinct products.
   static constexpr size_t kMaxEntries = 1024;
 
   GemmBlocking Get(const GemmProblem& problem,
@@ -50,9 +51,9 @@ class BlockingCache {
   int64_t num_chosen() const { return num_chosen_.load(); }
 
  private:
-  // Everything that a blocking depends on: M, N, whether segments along K have their own
-  // factors, the dtype of B, whether B is contiguous along K, the kernels, the number of
-  // workers, and the bounds along K of A and of B.
+  // The key of a blocking, with everything on which the blocking depends: M, N, whether
+  // segments along K have their own factors, the dtype of B, whether B is contiguous
+  // along K, the kernels, the number of workers, and the bounds along K of A and of B.
   using Key = std::tuple<int64_t,
                          int64_t,
                          bool,

@@ -1,7 +1,8 @@
 // The FP8 formats, and the bf16 number that equals each FP8 number.
 #pragma once
 
-// Includes only C headers, for the reason that gemm/cpu/kernels.h states.
+// Only C headers are included: files for different instruction sets include this
+// header, and the linker may merge inline functions of C++ headers across them.
 #include <stdint.h>
 
 #include "gemm/dtype.h"

@@ -33,7 +33,7 @@ bool HasAvx512() {
 
 bool HasAvx512Vbmi() { return HasAvx512() && __builtin_cpu_supports("avx512vbmi"); }
 
-// Of the processors with AVX512_BF16, only Cooper Lake lacks VBMI.
+// VBMI is required, too. Of the processors with AVX512_BF16, only Cooper Lake lacks it.
 bool HasAvx512Bf16() { return HasAvx512Vbmi() && __builtin_cpu_supports("avx512bf16"); }
 
 // Returns whether this process can use AMX BF16. Linux lets a process use the tile
@@ -67,9 +67,9 @@ constexpr Isa kIsas[] = {
 #endif
 };
 
-// Returns the newest available instruction set, except that Intel's processors do not
-// use AVX512_BF16: vdpbf16ps adds twice as many products as a multiply-add of f32, but
-// they start a quarter as many per cycle (gemm_bench on a Xeon that has AMX disabled).
+// Returns the newest available instruction set, except AVX512_BF16 on Intel's
+// processors: there, vdpbf16ps adds twice as many products as an f32 multiply-add, but
+// only a quarter as many start per cycle (gemm_bench on a Xeon that has AMX disabled).
 const Isa& FastestIsa() {
   const Isa* fastest = &kIsas[0];
   for (const Isa& isa : kIsas) {
@@ -81,8 +81,8 @@ const Isa& FastestIsa() {
   return *fastest;
 }
 
-// The selected instruction set; null before its first use. Needs no memory order,
-// because it points to constant data.
+// The selected instruction set, or null before its first use. Loads and stores need no
+// memory order, because it points to constant data.
 constinit std::atomic<const Isa*> isa_in_use = nullptr;
 
 }  // namespace

@@ -36,14 +36,15 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Up to this many rows, the kernels for few rows are faster than tiles for any B, also
-// than tiles of bf16 pairs. Up to kMaxSmallM rows they are faster than tiles of f32, unless
-// B is FP8 or, with narrower vectors than AVX512's, contiguous along N. Measured with
-// gemm_bench on a Xeon without AMX; more rows were not compared with tiles of pairs.
+// Maximum number of rows of A for which the kernels for few rows are faster than any
+// tiles, including tiles of bf16 pairs. For more rows, up to kMaxSmallM, they are
+// faster than tiles of f32, unless B is FP8, or B is contiguous along N and vectors are
+// narrower than in AVX512. Measured with gemm_bench on a Xeon without AMX. For more
+// rows, tiles of pairs were not compared.
 inline constexpr int kMaxRowsOfAnyB = 4;
 
 // Adds the kernels for few rows of A (small_m_kernel.h) where they are faster than
-// tiles. They convert elements to f32, so each of their words is one element, even if
+// tiles. These kernels convert elements to f32, so a word has one element, even if
 // k_per_word is 2.
 template <int kRows>
 constexpr void AddSmallM(KernelSet& set) {
@@ -60,7 +61,8 @@ constexpr void AddSmallM(KernelSet& set) {
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
-// `Words<dtype>` converts elements to f32 for the tiles.
+// Returns the kernel set of an instruction set whose tiles multiply f32. `Words<dtype>`
+// converts elements to f32 while they are packed.
 template <int kRows, int kVectors, template <DType> typename Words = Widened>
 constexpr KernelSet KernelsOfF32(const char* isa,
                                  double gflops,

@@ -36,9 +36,9 @@ struct TileOutput {
 inline constexpr int kLineBytes = 64;  // size of a cache line
 inline constexpr int kStepWords = 8;   // words of K between two prefetches of a tile
 
-// The memory that will be packed next, which tile kernels prefetch while they multiply:
-// rows of `row_bytes` bytes, `stride` apart. Each tile continues where the previous one
-// stopped.
+// Memory that will be packed next, which tile kernels prefetch while they multiply:
+// rows of `row_bytes` bytes, `stride` bytes apart. Each tile continues where the
+// previous tile stopped.
 struct PrefetchCursor {
   const char* row = nullptr;  // the row of the next cache line
   int64_t row_bytes = 0;
@@ -111,8 +111,8 @@ using SmallMFunction = void (*)(const void* a,
 
 inline constexpr int kMaxSmallM = 8;
 
-// Converts `count` consecutive elements to the elements of words: to bf16 if k_per_word
-// is 2, otherwise to f32.
+// Converts `count` consecutive elements to the type of word elements: to bf16 if
+// k_per_word is 2, otherwise to f32.
 using WidenFunction = void (*)(const void* from, int64_t count, void* to);
 
 // Multiplies packed FP8 elements by scales, which are powers of two, so that the

@@ -1,18 +1,19 @@
 #define JAX_UB_KERNELS kernels_amx_bf16
 #include "gemm/cpu/simd_avx512.h"
-// kernel_set.h uses the vector types of the header above, so it must follow it.
+// Must be included after the header above, because kernel_set.h uses its vector types.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
-// amx_tile_kernel.h uses functions of simd_bf16_pairs.h, so it must follow it.
+// Must be included after simd_bf16_pairs.h, because amx_tile_kernel.h uses its
+// functions.
 #include "gemm/cpu/amx_tile_kernel.h"
 
 namespace jax_ub {
 
 namespace kernels_amx_bf16 {
 
-// Returns the kernels that multiply in AMX tile registers. There are no packing tiles:
-// they were not faster, and slower for few rows. Blocks of K are long, because sums
-// that leave the registers do not fit into the L2 cache.
+// Returns the kernels that multiply in AMX tile registers. They include no packing
+// tiles, which were not faster, and were slower for few rows. Blocks of K are long,
+// because sums that leave the registers do not fit into the L2 cache.
 constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   KernelSet set = {};
   set.isa = isa;

@@ -1,6 +1,6 @@
 #define JAX_UB_KERNELS kernels_avx512
 #include "gemm/cpu/simd_avx512.h"
-// kernel_set.h uses the vector types of the header above, so it must follow it.
+// Must be included after the header above, because kernel_set.h uses its vector types.
 #include "gemm/cpu/kernel_set.h"
 
 namespace jax_ub {

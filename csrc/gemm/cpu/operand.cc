@@ -35,7 +35,7 @@ constexpr int64_t kMaxScaledWords = 512;
 
 constexpr int64_t kNoScale = -1;
 
-// Consecutive words along K that have the same scales.
+// Consecutive words along K whose elements have the same FP8 scales.
 struct WordRun {
   int64_t word;  // index of the first word
   int64_t num_words;
@@ -70,11 +70,11 @@ void Repeat(const float* from, int64_t size, int64_t times, float* to) {
   for (int64_t i = 0; i < times; ++i) to = std::copy_n(from, size, to);
 }
 
-// Size of a way of the L1 cache. Addresses whose distance is a multiple of it map to
-// one cache set, which holds only a few of them. AMX loads 16 rows at once. Rows that
-// are 2048 or 4096 bytes apart are copied first (gemm_bench, 1024 x 1024 x 1536 and
-// 2048 x 2048 x 2048: 10 to 25 % faster than in place). Others are read in place (256 x
-// 1408 x 1024: 15 % faster).
+// Size of a way of the L1 cache in bytes. Addresses whose distance is a multiple of
+// this map to the same cache set, which holds only a few lines. AMX loads 16 rows at
+// once, so rows that are 2048 or 4096 bytes apart are copied first (gemm_bench, 1024 x
+// 1024 x 1536 and 2048 x 2048 x 2048: 10 to 25 % faster than in place). Other rows are
+// read in place (256 x 1408 x 1024: 15 % faster).
 constexpr int64_t kWayBytes = 4096;
 constexpr int64_t kRowsInOnePlace = 4;
 
@@ -94,17 +94,17 @@ class OperandReader::ScaleReader {
 
   int64_t inner_block() const { return scales_.inner_block; }
 
-  // Writes the scales of elements (outer, k) as f32. Returns whether one of them is
-  // 2^-127, the smallest e8m0 scale. It would be a subnormal f32, which counts as zero,
-  // so it is split into 2^-126, which this call writes, and 1/2, which a second call
-  // with `halves` writes (1 for all other scales).
+  // Writes the scales of elements (outer, k) as f32. Returns whether any scale is
+  // 2^-127, the smallest e8m0 number, which is subnormal in f32 and would count as
+  // zero. It is applied in two multiplications: this call writes 2^-126, and a second
+  // call, with `halves`, writes 1/2 (1 for all other scales).
   bool Copy(Range outer, int64_t k, bool halves, float* to) const {
     const int64_t stride = scales_.outer_stride * SizeOf(dtype_);
     const std::byte* first =
         scales_.data + k / scales_.inner_block * scales_.inner_stride * SizeOf(dtype_);
     if (scales_.outer_block == 1 && dtype_ == DType::kE8M0 && !halves) {
-      // Calls CopyE8M0 with the constant stride 1 separately, so that the compiler
-      // vectorizes the loop in it.
+      // The stride 1 is a separate case, with a constant argument, so that the compiler
+      // vectorizes the loop in CopyE8M0.
       const std::byte* from = first + outer.begin * stride;
       return stride == 1 ? CopyE8M0(from, 1, outer.size(), to)
                          : CopyE8M0(from, stride, outer.size(), to);
@@ -162,9 +162,9 @@ OperandReader::OperandReader(const OperandView& view,
       element_bytes_(SizeOf(view.dtype)),
       is_k_contiguous_(IsContiguousAlongK(view)) {}
 
-// Returns an odd number of cache lines. Packing writes the same row of all panels one
-// after the other. With a distance of 4096 bytes, these rows would be in the same set
-// of the L1 cache.
+// The distance is an odd number of cache lines, because packing writes the same row of
+// all panels one after the other. At a distance of 4096 bytes, these rows would be in
+// the same set of the L1 cache.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -189,7 +189,8 @@ void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   for (int64_t o = outer.begin; o < outer.end;) {
     while (bounds[i + 1] <= o) ++i;
     Range part = {o, std::min(outer.end, bounds[i + 1])};
-    // If the previous segment ended inside a panel, first fills the rest of this panel.
+    // If the previous segment ended inside a panel, the rest of this panel is filled
+    // first.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
     PackOuterSegment(i, part, outer.begin, k, panels);
@@ -361,8 +362,8 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
                 element_bytes_,
       .num_rows = is_k_contiguous ? num_outer : num_k,
   };
-  // A row of this block continues a row of the previous panel. Skips the cache line
-  // that both share, because it is already in the cache.
+  // A row of this block continues a row of the previous panel. Their common cache line
+  // is skipped, because it is already in the cache.
   if (!is_k_contiguous) lines.row += kLineBytes - 1;
   const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
   lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));

@@ -1,6 +1,6 @@
-// Reads an operand from its segments: in place if the micro-kernel supports that, else
-// by packing it into panels of words. Packing also gathers segments and widens elements
-// to f32.
+// Reads an operand from its segments: in place if the micro-kernel supports that,
+// otherwise by packing it into panels of words. Packing gathers the segments and widens
+// elements to f32.
 #pragma once
 
 #include <algorithm>
@@ -72,15 +72,17 @@ class OperandReader {
   // next, in `num_steps` steps. Covers only the segment in which the block begins.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
-  // Returns a tile of rows; requires reads_rows(). The tile is in place if one segment
-  // contains it and its elements need no conversion. Otherwise it is copied to `rows`.
+  // Returns a tile of rows. Requires reads_rows(). If one segment contains the tile and
+  // its elements need no conversion, the tile is in place. Otherwise it is copied to
+  // `rows`.
   ATile ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
   int64_t NumWords(int64_t k) const {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
-  // Return segment (i, j), and the address of element (outer, k), which is in it.
+  // SegmentAt returns segment (i, j). AddressAt returns the address of element (outer,
+  // k), which must be in this segment.
   const ConstSegment& SegmentAt(int64_t i, int64_t j) const;
   const std::byte* AddressAt(int64_t i, int64_t j, int64_t outer, int64_t k) const;
   // Packs the block `outer` x `k`, whose rows are all in segments with index

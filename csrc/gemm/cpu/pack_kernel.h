@@ -28,8 +28,8 @@ struct Widened {
     }
   }
 
-  // Converts one element to a word. Does so through a vector, so that the result is
-  // identical to that of LoadWords.
+  // Converts one element to a word, through a vector, so that the result has the same
+  // bits as that of LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -86,8 +86,8 @@ void PackCopied(const void* source,
     char* words = to;
     if (k < num_words - kHeldBack<kPanel>) {
       for (; o + kPanel <= outer; o += kPanel, words += panel_bytes) {
-        // Does not use LoadRow: with it, packing FP8 from memory is 8 % slower (Zen 5,
-        // gemm_bench).
+        // LoadRow is not used here: with it, packing FP8 from memory is 8 % slower (Zen
+        // 5, gemm_bench).
 #pragma GCC unroll 8
         for (int i = 0; i < kPanel; i += kLanes) {
           Store(words + 4 * i,
@@ -186,9 +186,9 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   }
 }
 
-// Packs fewer rows than a vector has words, which occurs at the end of an operand and
-// in a panel that spans two segments. Transposes a block that is padded with zeros, and
-// stores only the words of the rows.
+// Packs fewer rows than a vector has words, as at the end of an operand or in a panel
+// that spans two segments. Transposes a block that is padded with zeros, and stores
+// only the words of these rows.
 template <typename Words, int kPanel>
 void PackFewRows(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {

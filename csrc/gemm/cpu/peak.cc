@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// How many tiles are computed between two reads of the clock, to save time.
+// Number of tiles that are computed between two reads of the clock, which take time.
 constexpr int kTilesPerLook = 16;
 // Size of the panels of A and B together, in bytes. They and the sums must fit into the
 // L1 cache, which has at least 32 KiB. Within it, longer panels are faster, because

@@ -10,12 +10,13 @@ namespace jax_ub {
 
 namespace {
 
-// How many columns of B are packed at a time, if no tile kernel can pack B.
+// Number of columns of B that are packed at a time, if no tile kernel can pack B.
 constexpr int64_t kGroupColumns = 128;
-// The first row tile may pack a panel of B while it multiplies. It already waits for
-// memory then, so only the later row tiles prefetch the next panel (2 % faster with 64
-// rows of A). With at most kFewTiles row tiles, such as 6 or 16 rows, the first one
-// prefetches too, because the later ones are too few to prefetch the panel in time.
+// Maximum number of row tiles for which the first row tile prefetches the next panel of
+// B, as do all later ones. The first row tile may pack the current panel while it
+// multiplies, and then already waits for memory, so with more row tiles only the later
+// ones prefetch (2 % faster with 64 rows of A). With few row tiles, as for 6 or 16
+// rows, the later ones are too few to prefetch the panel in time.
 constexpr int64_t kFewTiles = 6;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,
@@ -74,8 +75,8 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  // The number of packed columns of B that the workspace holds: one group, or all
-  // columns if several blocks of rows use them.
+  // Number of packed columns of B that the workspace holds: one group, or all columns
+  // if several blocks of rows use them.
   const int64_t b_columns =
       rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
@@ -89,7 +90,7 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
   const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
-  // If K = 0, there is one block of size 0, which stores the addends.
+  // If K = 0, there is one block of size 0, so that the addends are stored.
   const int64_t num_blocks = blocking_.num_k_blocks();
   for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
 }
@@ -206,7 +207,7 @@ void TiledPlan::MultiplyPanel(const ATile* a,
                               Range k,
                               float* sums) const {
   const int64_t tile_rows = kernels_.tile_rows;
-  // Prefetches the memory where the first tile will be stored. The loop does so for
+  // Prefetches the memory where the first tile will be stored. The loop prefetches for
   // each later tile while the previous tile is multiplied.
   Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
   for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {

@@ -40,10 +40,10 @@ void ScaleRow(float* sums, int64_t columns, float scale) {
   for (int64_t c = 0; c < columns; ++c) sums[c] *= scale;
 }
 
-// If the replicas together are larger than this, they are written with non-temporal
-// stores. These do not read the cache lines that they overwrite, and the replicas would
-// not fit into the caches (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 % faster; 0 to 6
-// % faster together with the operations that read the result).
+// Minimum size, in bytes, of all replicas together that are written with non-temporal
+// stores. Such stores do not read the cache lines that they overwrite, and larger
+// replicas would not fit into the caches (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 %
+// faster; 0 to 6 % faster together with the operations that read the result).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
 void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
@@ -202,8 +202,8 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
   PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows, own_columns);
   for (const AddendView& addend : addends_) {
     const AddendSegment& from = addend.segments[index];
-    // An addend in the result has just been prefetched, and a bias is already in the
-    // cache.
+    // No prefetch is needed for an addend in the memory of the result, which has just
+    // been prefetched, or for a bias, which is in the cache.
     if (from.data == to.data || from.row_stride == 0) continue;
     PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
                      own_columns);

@@ -16,10 +16,10 @@ class ResultWriter {
   // Both arguments must outlive the writer.
   ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
-  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]), in all replicas
-  // or, if CopyReplicas copies the others, only in the first. Rows of `sums` are
-  // `sums_stride` elements apart. Multiplies `sums` in place by the scale and the
-  // factors.
+  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]). Stores it in all
+  // replicas, or only in the first replica if CopyReplicas copies it to the others.
+  // Rows of `sums` are `sums_stride` elements apart. `sums` are multiplied in place by
+  // the scale and the factors.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
   // Returns whether each segment of A along K has its own factors. If so, Scale must be

@@ -7,7 +7,7 @@
 #ifdef JAX_UB_EMULATE_AVX512
 #include "emulated_avx512.h"
 #else
-// GCC 12's intrinsics use undefined vectors on purpose, and it warns about them.
+// GCC 12 warns about its own intrinsics, which use undefined vectors on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -136,8 +136,8 @@ inline void Transpose(Vec (&rows)[kLanes]) {
     u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int j = 0; j < 4; ++j) {
-    // even_low has quarters 0 and 2 of u[j] and u[4 + j]; even_high has those of u[8 +
-    // j] and u[12 + j]. odd_low and odd_high have quarters 1 and 3.
+    // even_low contains quarters 0 and 2 of u[j] and u[4 + j]; even_high contains those
+    // of u[8 + j] and u[12 + j]. odd_low and odd_high contain quarters 1 and 3.
     const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
     const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
     const __m512i odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);

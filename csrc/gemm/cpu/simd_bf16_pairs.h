@@ -114,7 +114,8 @@ struct AdjacentPairs {
   }
 };
 
-// Converts `count` consecutive elements to bf16. The WidenFunction for pairs of bf16.
+// Converts `count` consecutive elements to bf16. This is the WidenFunction of kernels
+// whose words are pairs of bf16.
 template <DType kDType>
 void ConvertToBF16(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -144,7 +145,8 @@ inline Vec ScaleWords(Vec words, Vec low_factors, Vec high_factors) {
                                              _mm512_and_si512(high_product, upper)));
 }
 
-// Multiplies pairs of bf16 by scales. The ScaleFunction for pairs of bf16.
+// Multiplies packed pairs of bf16 by FP8 scales. This is the ScaleFunction of kernels
+// whose words are pairs of bf16.
 inline void ScalePairs(void* words,
                        int64_t row_bytes,
                        int64_t num_rows,

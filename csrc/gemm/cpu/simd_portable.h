@@ -33,8 +33,8 @@ inline Vec Broadcast(const void* p) {
 
 inline Vec Add(Vec a, Vec b) { return a + b; }
 
-// MultiplyAdd returns a * b + sum. It rounds twice, unlike the fused instructions of
-// other instruction sets.
+// MultiplyAdd returns a * b + sum with two roundings, unlike the fused instructions of
+// other instruction sets, which round once.
 inline Vec Multiply(Vec a, Vec b) { return a * b; }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
 

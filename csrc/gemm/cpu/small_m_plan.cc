@@ -82,8 +82,8 @@ void SmallMPlan::WidenA(std::byte* rows) const {
         const std::byte* from =
             segment->data + (m - a.outer_bounds[i]) * segment->outer_stride * bytes;
         std::byte* to = rows + 4 * (m * problem_.k + k);
-        // Converts a contiguous row at once, and a strided row as num_k rows of one
-        // element.
+        // A contiguous row is converted at once; a strided row is converted as num_k
+        // rows of one element.
         const Summand summand = {from, segment->inner_stride * bytes, a.dtype};
         const int64_t lines = is_row ? 1 : num_k;
         kernels_.sum(&summand, 1, lines, is_row ? num_k : 1, to, 4, DType::kF32);

@@ -72,8 +72,8 @@ int64_t SumBytes(const GemmProblem& problem) {
   return BytesInWorkspace(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the alignment in bytes that all matrices of a batch have, a power of two. At
-// most kPlannedAlignmentBytes.
+// Returns the largest power of two, at most kPlannedAlignmentBytes, of which the
+// addresses in bytes of all matrices of a batch are multiples.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -92,7 +92,8 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // A matrix with a single row may have any row stride, which has no meaning then.
+  // The row stride of a matrix with a single row has no meaning, so it may be too
+  // small.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -171,7 +172,7 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // Where the f32 sum of one block at a time is stored, for Addition::kAfter.
+    // Address of the f32 sum of one block at a time, for Addition::kAfter.
     CUdeviceptr sums = 0;
     Fp8Copy copy_of_a = {};
     Fp8Copy copy_of_b = {};
@@ -229,8 +230,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Chooses how the addends, such as a bias, are added to a block of the result. Of the
-  // addresses, only the alignment affects the choice.
+  // Chooses how the addends, such as a bias, are added to a block of the result.
+  // Depends on the alignment of addresses, but not otherwise on addresses.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;
@@ -243,8 +244,8 @@ class CudaGemm::State {
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
   }
 
-  // Returns the key in the plan cache of the product over one interval of K (a term),
-  // without addends.
+  // Returns the plan cache key of the product over one interval of K (a term), without
+  // addends.
   static MatmulKey KeyOf(const Pass& pass,
                          const GemmBlock& block,
                          size_t term,
@@ -260,8 +261,8 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns the term that cuBLASLt multiplies: an operand that CopyOperands copied to
-  // the workspace is read from there.
+  // Returns the term that cuBLASLt multiplies, in which operands that CopyOperands has
+  // copied to the workspace are replaced by their copies.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {

@@ -11,8 +11,8 @@ namespace {
 
 enum Axis { kRows, kColumns, kInner };
 
-// An interval of M, N or K without a border between segments of memory, and its
-// position in the two matrices that have this dimension.
+// An interval of M, N or K that crosses no border between segments, and its position in
+// the two matrices that have this dimension.
 struct Cut {
   int64_t size = 0;
   std::array<size_t, 2> segment;
@@ -244,9 +244,9 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
-    // Does not merge terms of a single row. Rows of different tensors may be adjacent
+    // Terms of a single row are not merged: rows of different tensors may be adjacent
     // by chance in one run only, and XLA can update a captured graph only if all runs
-    // have the same GEMMs. Does not merge terms that have their own factors, either.
+    // have the same GEMMs. Terms with separate factors are not merged, either.
     if (axis == kInner && (num_rows_ == 1 || has_factors_by_k_)) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;

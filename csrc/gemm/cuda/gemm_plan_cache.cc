@@ -13,8 +13,8 @@ namespace jax_ub {
 
 namespace {
 
-// How many algorithms cuBLASLt is asked for per product. GemmOptions::algorithm selects
-// one.
+// Number of algorithms for which cuBLASLt is asked per product. GemmOptions::algorithm
+// selects one of them.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
@@ -120,8 +120,8 @@ void MatmulPlan::MakeDescription() {
     SetDescription(lt::DescAttribute::kSmCountTarget,
                    static_cast<int32_t>(key_.sm_target));
   }
-  // The addresses in this description are placeholders, because the heuristics only use
-  // the alignment of the bias. Run sets the real ones.
+  // The addresses in this description are placeholders, because the heuristics use only
+  // the alignment of the bias. Run sets the addresses of the call.
   const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
   if (key_.scales != Scales::kNone) {
     SetDescription(lt::DescAttribute::kAScalePointer, any);
@@ -218,7 +218,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   const int index = IndexOf(algorithm);
   const std::lock_guard lock(warming_mutex_);
   if (warm_.contains({index, adds})) return;
-  // All inputs share the same memory, because the result is not used.
+  // The result is not used, so all inputs may share the same memory.
   const int64_t read_bytes = LargestOperandBytes();
   const int64_t result_bytes = SpanBytes(key_, key_.result_dtype, key_.n, key_.d);
   const Stream stream(driver);

@@ -98,14 +98,14 @@ class MatmulPlan {
   // and Enqueue then throw UnsupportedError.
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
 
-  // Runs the plan once with temporary memory, and waits for it. Otherwise the first
-  // Enqueue might load kernels, which may wait for all work of the device, including a
-  // kernel that waits for a peer: a deadlock. Later calls do nothing. Must not be
-  // called during a stream capture. `adds`: beta will not be zero.
+  // Runs the plan once with temporary memory, and waits for it, so that Enqueue loads
+  // no kernels. Loading may wait for all work of the device, including a kernel that
+  // waits for a peer: a deadlock. Later calls do nothing. Must not be called during a
+  // stream capture. `adds`: whether beta will not be zero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // Enqueues the matmul with the algorithm of this index; if the index is too large,
-  // with the last one. Thread-safe.
+  // Enqueues the matmul with the algorithm of this index, or with the last algorithm if
+  // the index is too large. Thread-safe.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:
@@ -119,8 +119,8 @@ class MatmulPlan {
   void SetDescription(lt::DescAttribute attribute, auto value);
   void MakeDescription();
   void FindAlgorithms();
-  // Returns the index of this algorithm, or of the last one if there are fewer. Throws
-  // UnsupportedError if there is none.
+  // Returns the index of this algorithm, or of the last algorithm if there are fewer.
+  // Throws UnsupportedError if there is no algorithm.
   int IndexOf(int algorithm) const;
   void Run(const MatmulArguments& arguments,
            int index,
@@ -140,8 +140,8 @@ class MatmulPlan {
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
   std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
-  // Guards description_ if there is a bias or a scale, because it then contains the
-  // addresses of one call at a time.
+  // Guards description_ if there is a bias or a scale, because description_ then
+  // contains addresses of one call at a time.
   std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };

@@ -21,7 +21,7 @@ void SumChunks(std::span<const ConstMatrix> chunks,
       std::all_of(chunks.begin(), chunks.end(), [&](const ConstMatrix& chunk) {
         return chunk.row_stride == columns;
       });
-  // Sums contiguous matrices as one long row, because a short row does not fill a
+  // Contiguous matrices are summed as one long row, because short rows do not fill a
   // vector.
   if (is_contiguous) {
     columns *= rows;

@@ -21,8 +21,8 @@ constexpr int64_t kSumBlocksPerSm =
     7;  // the number of blocks that fit on an SM at once
 constexpr int kDefaultCopyBlocks = 16;
 constexpr int64_t kTransposeBlocksPerSm = 4;
-// Up to this many rows, EnqueueCopy copies each row with a copy engine. For more, one
-// kernel is cheaper. Usually there are few large rows: one per batch element.
+// Maximum number of rows that EnqueueCopy copies by a copy engine, row by row. For more
+// rows, one kernel is cheaper. Usually there are few large rows: one per batch element.
 constexpr int64_t kMostCopyEngineRows = 64;
 
 bool IsDense(const SumPart& part, int64_t columns) {
@@ -56,8 +56,8 @@ uint32_t UnitOf(const CopyParams& params) {
   if (params.num_rows > 1) {
     all |= static_cast<uint64_t>(params.from_stride | params.to_stride);
   }
-  // The lowest set bit is the largest power of two that divides all addresses and
-  // sizes. At most 16.
+  // The lowest set bit of all addresses, sizes and 16 together is the largest power of
+  // two, at most 16, that divides all addresses and sizes.
   return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
 }
 
@@ -155,8 +155,9 @@ void EnqueueCopy(const Driver& driver,
   if (rows.num_rows == 0 || rows.row_bytes == 0) return;
   CopyParams blocks = rows;
   Flatten(blocks);
-  // Copies row by row rather than with cuMemcpy2DAsync. XLA updates the addresses in
-  // captured CUDA graphs, which CUDA supports for one-dimensional copies only.
+  // Rows are copied one by one rather than with cuMemcpy2DAsync: XLA updates the
+  // addresses in captured CUDA graphs, which CUDA supports for one-dimensional copies
+  // only.
   if (!method.use_ce || blocks.num_rows > kMostCopyEngineRows) {
     return sums.Copy(stream, rows, method.num_sm, method.cluster_size);
   }

@@ -18,8 +18,8 @@ constexpr int kLanes = 8;
 constexpr int kVectors = 2;
 constexpr int kUnits = 4;
 
-// Iterates over a grid of `columns` columns in row-major order, `step` cells at a time.
-// Divides only in the constructor, because integer division is slow on GPUs.
+// Iterates over a grid with `columns` columns in row-major order, `step` cells at a
+// time. Divides only in the constructor, because integer division is slow on GPUs.
 struct Walk {
   int64_t row;
   int64_t column;
@@ -166,8 +166,8 @@ __device__ void CopyUnits(const CopyParams& params, int64_t first, int64_t step)
 
 // Transposes 4 x 4 bytes: byte c of rows[r] becomes byte r of columns[c].
 __device__ void TransposeBytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
-  // First combines rows 0 and 1, and rows 2 and 3: bytes 0 and 1 of both in `low`,
-  // bytes 2 and 3 in `high`.
+  // `low` combines bytes 0 and 1 of rows 0 and 1, and of rows 2 and 3. `high` combines
+  // bytes 2 and 3 of these rows.
   const uint32_t low[2] = {PermuteBytes(rows[0], rows[1], 0x5140),
                            PermuteBytes(rows[2], rows[3], 0x5140)};
   const uint32_t high[2] = {PermuteBytes(rows[0], rows[1], 0x7362),

@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// Maximum number of addends: 16 ranks, a bias, a residual, an accumulator, and one
-// spare.
+// Maximum number of addends: the partial sums of 16 ranks, a bias, a residual, an
+// accumulator, and one spare.
 inline constexpr int kMaxParts = 20;
 
 // A matrix whose rows are contiguous: an addend or the result of a sum.
