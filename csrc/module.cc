@@ -212,7 +212,7 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits, VariantNamed(variant));
 }
 
-// Python's view of an endpoint, the socket at which a process accepts its peers.
+// The Python object of an endpoint, the socket at which a process accepts its peers.
 // `endpoint` is null after `connect` has taken it.
 struct Endpoint {
   std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
@@ -224,7 +224,7 @@ class Communicator {
   explicit Communicator(std::shared_ptr<jax_ub::CallSequencer> sequencer)
       : sequencer_(std::move(sequencer)) {}
   ~Communicator() {
-    // Releases the GIL, because Close waits for the thread that receives messages.
+    // The GIL is released, because Close waits for the thread that receives messages.
     const nb::gil_scoped_release released;
     Close();
   }
@@ -285,8 +285,8 @@ std::string Describe(const jax_ub::Step& step) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-  // Disables nanobind's warnings about leaks: modules may still refer to communicators
-  // when Python exits.
+  // Disables nanobind's warnings about leaks, because modules may still refer to
+  // communicators when Python exits.
   nb::set_leak_warnings(false);
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });

@@ -57,7 +57,8 @@ inline nanobind::dict CallsByName(const std::array<int64_t, kNumOps>& num_calls)
   return calls;
 }
 
-// Throws ValueError unless both counts are positive and equal, one item per rank.
+// Throws ValueError unless both counts are positive and equal: there must be one item
+// per rank.
 inline void CheckOneOfEach(size_t num_devices,
                            size_t num_others,
                            const std::string& others) {

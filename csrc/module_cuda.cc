@@ -81,8 +81,8 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
-    // Ignores the error of a driver that does not know the attribute. `has_multicast`
-    // is 0 then.
+    // The error is ignored: a driver that does not know the attribute leaves
+    // `has_multicast` 0.
     int has_multicast = 0;
     driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
                               device);
@@ -251,7 +251,7 @@ class HeapCommunicator {
     jax_ub::ProcessCudaEngine().Join(communicator_, devices);
   }
   ~HeapCommunicator() {
-    // Releases the GIL, because Close waits for the devices and for the peers.
+    // The GIL is released, because Close waits for the devices and for the peers.
     const nb::gil_scoped_release released;
     Close();
   }
@@ -314,8 +314,8 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // Disables nanobind's warnings about leaks: modules may still refer to communicators
-  // when Python exits.
+  // Disables nanobind's warnings about leaks, because modules may still refer to
+  // communicators when Python exits.
   nb::set_leak_warnings(false);
   // Converts UnsupportedError to Python's NotImplementedError, which tells the caller
   // that another method may support the call.

@@ -10,9 +10,9 @@
 
 namespace jax_ub {
 
-// Sets the mode for the calling thread, and restores the previous mode at the end of
-// the scope. Needed because a thread inherits its mode from the thread that has started
-// it.
+// Sets the floating-point mode for the calling thread, and restores the previous mode
+// at the end of the scope. A thread inherits its mode from the thread that starts it,
+// which may have another mode.
 class ArithmeticMode {
  public:
   ArithmeticMode() : saved_(Control()) { SetControl(kControl); }

@@ -10,7 +10,7 @@ namespace jax_ub {
 
 namespace {
 
-// Calls visit(directory) for each group of this process that has the controller, from
+// Calls visit(directory) for each cgroup of this process that has the controller, from
 // the process's group up to the root.
 template <typename Visit>
 void ForEachGroup(const std::string& mount,
@@ -64,7 +64,8 @@ std::optional<int64_t> NumberOf(const std::string& path, const std::string& key)
   return std::nullopt;
 }
 
-// Returns how many bytes of the group's limit are left; nullopt: no limit.
+// Returns how many bytes a cgroup may still allocate under its memory limit, or nullopt
+// if it has no limit.
 std::optional<int64_t> MemoryLeftIn(const std::string& group) {
   for (const MemoryFiles& files : kMemoryFiles) {
     const auto limit = NumberIn(group + files.limit);

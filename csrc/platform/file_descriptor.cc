@@ -16,7 +16,7 @@
 namespace jax_ub {
 
 void FileDescriptorTraits::Close(int descriptor) noexcept {
-  // Does not retry after EINTR, because Linux closes the descriptor in any case.
+  // close is not repeated after EINTR, because Linux closes the descriptor in any case.
   static_cast<void>(close(descriptor));
 }
 
@@ -32,14 +32,15 @@ FileDescriptor NewEvent() {
 
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
-  // A write fails only if the counter of the eventfd has its maximum. The event is
-  // readable then, too.
+  // The write fails only if the counter of the eventfd has its maximum. The event is
+  // then readable, as it should be.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
 void ClearEvent(const FileDescriptor& event) noexcept {
   uint64_t count = 0;
-  // A read fails only if the event has not been notified.
+  // The read fails only if the event has not been notified, so there is nothing to
+  // clear.
   [[maybe_unused]] const ssize_t taken = read(event.get(), &count, sizeof(count));
 }
 
@@ -83,7 +84,7 @@ bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until) {
 
 uint64_t RandomBits() {
   uint64_t bits = 0;
-  // Up to 256 bytes, getrandom is never interrupted.
+  // getrandom is never interrupted for sizes of up to 256 bytes.
   if (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) {
     ThrowSystemError("getrandom", errno);
   }

@@ -11,7 +11,7 @@
 
 namespace jax_ub {
 
-// Does not use FUTEX_PRIVATE_FLAG, because other processes may map the word.
+// FUTEX_PRIVATE_FLAG is not used, because other processes may map the word.
 // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, the clock of
 // steady_clock.
 void FutexWait(const std::atomic<uint32_t>& word,
@@ -23,7 +23,7 @@ void FutexWait(const std::atomic<uint32_t>& word,
   timespec until = {};
   until.tv_sec = static_cast<time_t>(whole.count());
   until.tv_nsec = static_cast<long>(nanoseconds(since_boot - whole).count());
-  // Ignores the result, because the caller checks its condition again.
+  // The result is ignored, because the caller checks its condition again.
   syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &until, nullptr,
           FUTEX_BITSET_MATCH_ANY);
 }

@@ -5,8 +5,8 @@
 
 namespace jax_ub {
 
-// `Traits` defines the type Value, its constant kNone for an empty handle, and the
-// function `static void Close(Value) noexcept`.
+// Owns one value of type Traits::Value. `Traits` also defines the constant kNone, for
+// an empty handle, and the function `static void Close(Value) noexcept`.
 template <typename Traits>
 class UniqueHandle {
  public:

@@ -56,8 +56,8 @@ class SharedMapping {
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // Releases the mapping without unmapping it. For a forked child, which does not have
-  // the mapping (MADV_DONTFORK): there may be another one at its address.
+  // Releases the mapping without unmapping it. Used in a forked child, which does not
+  // have the mapping (MADV_DONTFORK), so that its address may belong to another one.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

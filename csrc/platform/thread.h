@@ -19,8 +19,8 @@ namespace jax_ub {
 inline constexpr char kIsLimitReached[] =
     ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
 
-// A signal mask, copied from the thread that constructs this object. Threads can be
-// started with it.
+// A signal mask with which threads can be started, copied from the thread that
+// constructs this object.
 class SignalMask {
  public:
   SignalMask();  // copies the mask of the calling thread
@@ -30,8 +30,8 @@ class SignalMask {
   sigset_t mask_;
 };
 
-// A thread in the floating-point mode, and with at least the stack size, of XLA's
-// threads. Join must be called before it is destroyed.
+// A thread with the floating-point mode of XLA's threads, and with at least their stack
+// size. Join must be called before the object is destroyed.
 class Thread {
  public:
   // Starts a thread that runs `body`, which must not throw. Throws SystemError if the

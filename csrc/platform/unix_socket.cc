@@ -14,7 +14,8 @@ namespace jax_ub {
 
 namespace {
 
-// How many processes may connect before this process accepts the first of them.
+// Maximum number of processes that may connect before this process accepts the first
+// connection.
 constexpr int kBacklog = 256;
 
 struct Address {
@@ -41,7 +42,7 @@ FileDescriptor NewSocket() {
   return made;
 }
 
-// Memory for one file descriptor per message. The kernel drops further ones.
+// Memory for one file descriptor per message. The kernel drops further descriptors.
 union Control {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr alignment;

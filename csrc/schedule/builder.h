@@ -13,15 +13,15 @@ class ScheduleBuilder {
   int num_ranks() const { return schedule_.num_ranks; }
   int num_splits() const { return schedule_.num_splits; }
 
-  // Return the rank that is `distance` after this rank on the ring, and the one before
-  // it.
+  // Ahead returns the rank that is `distance` after this rank on the ring, Behind the
+  // rank that is `distance` before it.
   int Ahead(int distance) const { return (rank() + distance) % num_ranks(); }
   int Behind(int distance) const {
     return (rank() + num_ranks() - distance) % num_ranks();
   }
 
-  // Returns the index of a slot (receive buffer). The slot's owner receives in it from
-  // the rank that is `distance` before the owner on the ring.
+  // Returns the index of the slot (receive buffer) in which a rank receives from the
+  // rank that is `distance` before it on the ring.
   int SlotOf(int distance, int split) const {
     return first_slot_ + (distance - 1) * num_splits() + split;
   }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMaxViolations = 20;
 
-// Returns orders of the ranks in which a wrong schedule is likely to fail.
+// Returns orders of execution of the ranks in which a wrong schedule is likely to fail.
 std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
   std::vector<int> up(num_ranks);
   std::iota(up.begin(), up.end(), 0);

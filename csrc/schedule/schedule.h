@@ -20,8 +20,9 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
-// Modifications of a method's schedule that a caller may select. kPlain is none. Each
-// of the others applies only to the collectives and methods that are listed here.
+// Modifications of a method's schedule that a caller may select. kPlain modifies
+// nothing. Each other variant applies only to the collectives and methods that its
+// comment lists.
 enum class Variant : uint8_t {
   kPlain,
   kAggregate,         // AG+GEMM by ring_exchange, even P: GEMMs over two chunks
@@ -46,7 +47,8 @@ inline constexpr int kNumCollectiveKinds = 6;
 
 std::string_view CollectiveKindName(CollectiveKind collective);
 
-// Returns whether ranks send operands. Otherwise they send partial sums.
+// Returns whether ranks send operands, as in an all-gather. Otherwise ranks send
+// partial sums.
 bool IsGather(CollectiveKind collective);
 // Returns whether every rank receives the sums of all rows, not only of its own rows.
 bool IsAllReduce(CollectiveKind collective);
@@ -88,7 +90,8 @@ struct Step {
   bool operator==(const Step&) const = default;
 };
 
-// Splits a step that covers several chunks: returns the step for its chunk `index` alone.
+// Returns the step for a single chunk, number `index`, of a step that covers several
+// chunks.
 inline Step ChunkOf(Step step, int index) {
   step.chunk += index;
   if (step.slot != kNone) step.slot += index;
@@ -102,7 +105,7 @@ struct Schedule {
   Variant variant = Variant::kPlain;
   int rank = 0;
   int num_ranks = 1;
-  // Number of splits per chunk. 1 if the method does not split chunks.
+  // Number of splits (parts) of a chunk. 1 if the method does not split chunks.
   int num_splits = 1;
   int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;

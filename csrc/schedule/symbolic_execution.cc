@@ -70,9 +70,9 @@ bool SymbolicExecution::Done(int rank) const {
   return ranks_[rank].call == calls_.size();
 }
 
-// Returns how often the peer must have released its slot before the rank may continue:
-// once for each earlier call that used the slot and, if this rank has filled it in this
-// call, once more.
+// Returns how many times the peer must have released its slot before the rank may
+// continue: once per earlier call that used the slot, plus once if this rank has filled
+// it in this call.
 int64_t SymbolicExecution::EpochToWaitFor(int rank, const Step& step) const {
   return ranks_[rank].epochs[step.slot] + (ranks_[rank].was_put[step.slot] ? 1 : 0);
 }
@@ -207,8 +207,8 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const SlotData data{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, data, kNone);
-  // Checks all slots, not only the first one that contains this split: that one may
-  // have arrived for the next call, so that this rank has not awaited it yet.
+  // All slots are checked, not only the first one with this split: the split in the
+  // first one may belong to the next call, so that this rank has not awaited it yet.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, data, static_cast<int>(slot))) return true;
   }

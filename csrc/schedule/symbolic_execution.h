@@ -35,9 +35,10 @@ class SymbolicExecution {
     bool operator==(const SlotData&) const = default;
   };
 
-  // The contents of a slot, and how often data has arrived in it and has been released.
-  // For each of these counts there is the vector clock of the rank that incremented it
-  // last. A rank that waits for a count merges this clock into its own.
+  // The contents of a slot, and two counts: how many times data has arrived in it, and
+  // how many times it has been released. Each count has the vector clock of the rank
+  // that incremented it last. A rank that waits for a count merges this clock into its
+  // own clock.
   struct Slot {
     int64_t arrived = 0;
     int64_t released = 0;
@@ -61,8 +62,8 @@ class SymbolicExecution {
     // and has then waited until the peer released it.
     std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
-    // Keyed by (chunk, split): how often this rank has multiplied or copied the split
-    // in this call.
+    // How many times this rank has multiplied or copied each split in this call, keyed
+    // by (chunk, split).
     std::map<std::pair<int, int>, int> multiplied;
     std::map<std::pair<int, int>, int> copied;
     std::map<int, int> reduced;  // [split]

@@ -40,8 +40,8 @@ struct WaitReason {
   std::string_view setting = "JAX_UB_TIMEOUT_S";
 };
 
-// A slot (receive buffer) of this rank that `peer` fills, or one of `peer` that this
-// rank fills.
+// A slot (receive buffer) through which this rank and `peer` exchange a chunk: a slot
+// of this rank that `peer` fills, or a slot of `peer` that this rank fills.
 struct PeerSlot {
   int peer = 0;
   int slot = 0;

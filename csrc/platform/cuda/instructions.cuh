@@ -7,19 +7,19 @@
 
 namespace jax_ub::gpu {
 
-// Loads with acquire and stores with release order. Their scope is the system: other
-// devices and the host. An address may refer to memory of this device or a peer, or to
-// pinned host memory.
+// Load with acquire order, and store with release order, at system scope, which
+// includes other devices and the host. An address may refer to memory of this device or
+// a peer, or to pinned host memory.
 __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Relaxed loads and stores, also with system scope. They do not order other accesses,
-// so several loads can be in flight at a time.
+// Relaxed loads and stores at system scope. They do not order other accesses, so
+// several loads can be in flight at a time.
 __device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
-// Atomically replaces a zero by `value`. Returns true in the one thread that did so.
+// Atomically replaces a zero by `value`. Returns true in the thread that has done so.
 // Only for threads of the same device.
 __device__ bool Claim(uint64_t address, uint64_t value);
 
@@ -27,7 +27,7 @@ __device__ bool Claim(uint64_t address, uint64_t value);
 // clock.
 __device__ uint64_t Now();
 __device__ void Pause(uint32_t ns);
-// Barriers for the threads of a warp, and for the threads of a block.
+// Barriers: SyncWarp for the threads of a warp, SyncBlock for the threads of a block.
 __device__ void SyncWarp();
 __device__ void SyncBlock();
 // A barrier for the threads of a block. Returns whether `condition` is true in any of

@@ -12,7 +12,7 @@ CUcontext CurrentContext(const Driver& driver) {
   return current;
 }
 
-// Calls `close` with `context` current. Ignores errors, because the driver may be
+// Calls `close` while `context` is current. Ignores errors, because the driver may be
 // shutting down.
 template <typename Function>
 void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
@@ -48,7 +48,7 @@ Context::Context(const Driver& driver, int ordinal) {
 int Context::Attribute(CUdevice_attribute attribute) const {
   int value = 0;
   const CUresult result = driver().DeviceGetAttribute(&value, attribute, device());
-  // An old driver does not know the attribute, so it does not have the feature.
+  // A driver that does not know the attribute does not have the feature, either.
   if (result == CUDA_ERROR_INVALID_VALUE) return 0;
   Check(driver(), result, "cuDeviceGetAttribute");
   return value;

@@ -14,13 +14,13 @@
 namespace jax_ub {
 
 // The futex on which the thread of one rank, or of one process, sleeps. A thread that
-// stores an awaited value then reads `num_sleepers`, to decide whether to wake the
-// sleepers. The doorbell is alone in its cache line, so that stores to other data do
-// not slow down this read.
+// has stored an awaited value reads `num_sleepers` to decide whether to wake sleepers.
+// A doorbell has its own cache line, so that stores to other data do not slow down this
+// read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
-  // Number of threads that sleep or are about to. If a process is killed in its sleep,
-  // the count stays too high; the only effect is a few unnecessary system calls.
+  // Number of threads that sleep or are about to sleep. If a process is killed in its
+  // sleep, the count stays too high, which only causes unnecessary system calls.
   std::atomic<uint32_t> num_sleepers{0};
 };
 
@@ -52,9 +52,10 @@ inline void Pause() {
 // lost (see Ring).
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
-  // First spins, because a peer on another core usually answers within a few hundred
-  // iterations. Then yields, because a peer may wait for this core. Then sleeps: more
-  // yields would only pass the core between waiting threads.
+  // A waiting thread spins first, because a peer on another core usually answers within
+  // a few hundred iterations. It then yields, because a peer may wait for this core.
+  // Finally it sleeps, because more yields would only pass the core between waiting
+  // threads.
   constexpr int kSpins = 200;
   constexpr int kYields = 5;
   for (int i = 0; i < kSpins; ++i) {

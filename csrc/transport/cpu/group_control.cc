@@ -20,8 +20,8 @@ uint64_t BarrierGeneration(int64_t call, int phase) {
 }
 
 // Returns how many calls a process has begun, given the generation of the last barrier
-// that it reached. The process no longer reads the call log entries of these calls, so
-// they may be overwritten.
+// that it has reached. The process does not read the call log entries of these calls
+// again, so they may be overwritten.
 uint64_t NumCallsStarted(uint64_t generation) {
   return generation == 0 ? 0 : (generation - 1) / GroupControl::kNumPhases;
 }
@@ -89,9 +89,9 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *entry;
 }
 
-// A process alternates between two records, so it overwrites none while peers read it.
-// Peers read the record of `call` between Barrier(call, 0) and Barrier(call + 1, 0).
-// The next write to it is for call + 2, which begins later.
+// A process writes to two records in turn, so it overwrites no record that peers may
+// read: peers read the record of `call` between Barrier(call, 0) and Barrier(call + 1,
+// 0), and the next write to this record is for call + 2, which begins later.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {
@@ -121,8 +121,8 @@ uint64_t GroupControl::Arrive(int64_t call, int phase) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
   }
-  // After a failure, this process must not arrive, because the others would continue
-  // without its data.
+  // After a failure, a process must not arrive at a barrier, because the others would
+  // continue without its data.
   peer_status_.ThrowIfPoisoned();
   const uint64_t generation = BarrierGeneration(call, phase);
   headers_[own_]->barrier_generation.store(generation);
@@ -148,9 +148,9 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
       [&] { return (first = FirstMissing(first, generation)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
-          // Calls IsLost first. A process that arrives and then exits is lost, but not
-          // missing. In the other order, a process that does both between the two calls
-          // would be reported as lost.
+          // IsLost is called first: a process that arrives and then exits is lost, but
+          // not missing. In the other order, a process that arrives and exits between
+          // the two calls would be reported as lost.
           if (peer_status_.IsLost(p) && IsMissing(p, generation)) return p;
         }
         return PeerStatus::kNoProcess;

@@ -37,8 +37,8 @@ class GroupControl {
                int own,
                const PeerStatus& peer_status);
 
-  // The implementations of the methods with the same names of SharedMemoryCommunicator
-  // (shared_memory.h), which documents them.
+  // These methods implement the methods of SharedMemoryCommunicator with the same
+  // names, which shared_memory.h documents.
   void AppendToCallLog(const CallLogEntry& entry);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
@@ -65,7 +65,7 @@ class GroupControl {
 
   // Guards `unposted_` and, in the leader, writes to the call log.
   std::mutex call_log_mutex_;
-  // Entries for which the call log has no room yet, in the order of their calls.
+  // Entries for which the call log has no room yet, in the order of the calls.
   std::deque<CallLogEntry> unposted_;
 };
 

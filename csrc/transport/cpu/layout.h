@@ -17,7 +17,7 @@
 namespace jax_ub {
 
 // Atomics in memory that processes share must be lock-free, because every process would
-// have its own lock for other atomics.
+// use a different lock for other atomics.
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 // An entry of the call log: the next call that all processes must run. It identifies

@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// The description of a loss if there is no memory for a better one.
+// The text for a lost process if memory is too short for a better text.
 const std::string kLost = "is lost";
 
 }  // namespace
@@ -72,8 +72,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // Prefers a process that died to one that closed its communicator, which may only
-    // be a consequence of the death.
+    // A process that died is preferred to a process that closed its communicator,
+    // because the close may only be a consequence of the death.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

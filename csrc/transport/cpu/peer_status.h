@@ -1,5 +1,6 @@
 // Records whether a communicator has failed and which of its processes are lost, as far
-// as this process knows. Waits end with an error when either prevents their condition.
+// as this process knows. A wait whose condition can therefore not become true ends with
+// an error.
 #pragma once
 
 #include <sys/types.h>
@@ -34,7 +35,7 @@ class PeerStatus {
   explicit PeerStatus(std::vector<PeerName> peers);
 
   // Makes all later waits fail with `reason`. The caller must also wake the pending
-  // ones. Only the first call has an effect.
+  // waits. Only the first call has an effect.
   void Poison(const std::exception_ptr& reason);
   void ThrowIfPoisoned() const;
   std::exception_ptr poison() const;  // the reason, or nullptr
@@ -85,8 +86,8 @@ class PeerStatus {
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr poison_;
   std::vector<std::unique_ptr<const std::string>> loss_reasons_;
-  // The first process that was lost without closing its communicator, which errors
-  // report as the cause. kNoProcess: none.
+  // The process that was lost first without closing its communicator, which errors
+  // report as the cause. kNoProcess: there is none.
   int first_lost_ = kNoProcess;
 };
 

@@ -31,7 +31,8 @@ std::vector<PeerStatus::PeerName> MembersOf(
 // Returns a description of the group, the buffer size and the memory layout. In the
 // handshake, every process checks that its peers have the same one.
 std::string SetupText(const ProcessGroup& group, const Layout& layout) {
-  // Must be incremented with every change of the memory layout or the protocol.
+  // Version of the memory layout and the protocol. Must be incremented with every
+  // change.
   constexpr int kProtocol = 3;
   return group.RanksText() + ", buffers of " + std::to_string(layout.buffer_bytes()) +
          " bytes, protocol " + std::to_string(kProtocol) + "." +

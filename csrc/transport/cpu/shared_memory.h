@@ -169,7 +169,7 @@ class SharedMemoryCommunicator {
   PeerStatus peer_status_;
   GroupControl group_control_;
   std::vector<RankMemory> areas_;  // indexed by rank
-  // The transports of this process's ranks. Indexed by rank; null for ranks of other
+  // The transports of the local ranks, indexed by rank; null for ranks of other
   // processes.
   std::vector<std::unique_ptr<SlotTransport>> ends_;
 

@@ -31,7 +31,7 @@ SlotTransport::SlotTransport(int rank,
 void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
-  // A new slot begins with first_epoch_, the initial value of its flags on all ranks.
+  // The use count of a new slot begins with first_epoch_, as do its flags on all ranks.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
     uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }
@@ -50,8 +50,8 @@ void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   }
 }
 
-// Storing `arrived` releases the data that Write has copied. The load in the peer's
-// Wait acquires it.
+// The store of `arrived` releases the data that Write has copied. The load of `arrived`
+// in the peer's Wait acquires the data.
 void SlotTransport::Signal(int peer, int slot) {
   uses_[slot].put = true;
   areas_[peer].flags[slot].arrived.store(uses_[slot].epoch + 1);
@@ -64,12 +64,13 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
 }
 
-// Storing `released` comes after this rank's reads of the slot. The rank that writes
-// the slot next loads it in WaitFree, so it does not overwrite data too early.
+// The store of `released` comes after this rank's reads of the slot. The rank that
+// writes the slot next loads `released` in WaitFree, so it does not overwrite data too
+// early.
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
-  // Rings the doorbells of all ranks, because any of them may write the slot next.
+  // The doorbells of all ranks are rung, because any rank may write the slot next.
   for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 

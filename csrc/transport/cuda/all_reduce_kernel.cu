@@ -12,7 +12,8 @@
 namespace jax_ub::gpu {
 namespace {
 
-// How many ranks' partial sums a thread loads before it adds them. Their loads overlap.
+// Number of ranks whose partial sums a thread loads before it adds them, so that the
+// loads overlap.
 constexpr uint32_t kPartsInFlight = 8;
 
 struct Elements {
@@ -38,8 +39,8 @@ __device__ int64_t SizeOfPartial(const AllReduceParams& params) {
   return params.dtype == DType::kF32 ? 4 : 2;
 }
 
-// Returns the address at which this rank reads the partial sums of `rank`: those of a
-// peer are in a slot, where the peer has pushed them.
+// Returns the address at which this rank reads the partial sums of `rank`. Those of a
+// peer are in a slot of this rank, into which the peer has pushed them.
 __device__ uint64_t PartialOf(const AllReduceParams& params, uint32_t rank) {
   const uint32_t own = params.waiting.rank;
   if (rank == own) return params.partial;
@@ -62,7 +63,8 @@ __device__ bool AwaitFreeSlots(const AllReduceParams& params, const CallWords& w
 }
 
 // Copies units [begin, end) of this rank's partial sums into the slots of all peers.
-// Each rank starts with another peer, so that they do not all write to the same one.
+// Each rank starts with a different peer, so that the ranks do not all write to the
+// same peer.
 template <typename Unit>
 __device__ void PushUnits(const AllReduceParams& params, int64_t begin, int64_t end) {
   const auto* const from = reinterpret_cast<const Unit*>(params.partial);

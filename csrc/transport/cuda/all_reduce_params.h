@@ -13,8 +13,8 @@ namespace jax_ub {
 
 // The addresses through which a rank exchanges partial sums with one peer.
 //
-// Each thread block has its own flags. `signal` and `arrived` are those of block 0; the
-// flags of block b are b * num_peers * kFlagLineBytes after them.
+// Each thread block has separate flags. `signal` and `arrived` are the flags of block
+// 0; those of block b are b * num_peers * kFlagLineBytes bytes after them.
 struct AllReducePeer {
   uint64_t announcement;  // the peer's word in which this rank announces its calls
   uint64_t to;            // the peer's slot that this rank fills

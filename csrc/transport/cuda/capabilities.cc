@@ -57,9 +57,10 @@ std::string UnreachableReason(const std::vector<int>& processes,
   return "";
 }
 
-// Returns "" if all processes in `members` support a feature, such as a sharing mode,
-// else the reason of the first one that does not. If a process supports it, its
-// Capabilities have the key `can_key`, else the reason under `cannot_key`.
+// Returns why some process in `members` does not support a feature, such as a sharing
+// mode, or "" if all of them do. The Capabilities of a process that supports the
+// feature have the key `can_key`. Those of the other processes have the reason under
+// the key `cannot_key`.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,
@@ -177,9 +178,9 @@ SharingDecision Agree(const std::vector<int>& processes,
   return decision;
 }
 
-// A group that spans hosts cannot use multicast. The setup of multicast blocks, so it
-// needs connections between the processes, through which a failure ends the waits of
-// the others. There are none between hosts.
+// A group that spans hosts cannot use multicast: its setup blocks, so processes must be
+// able to tell each other about a failure to end such waits, and processes of different
+// hosts have no connections.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of) {

@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// What a process tells the others before they connect: which sharing modes it supports,
-// and for the other modes the reason. A few kilobytes of text.
+// What a process sends to the others before they connect: the sharing modes that it
+// supports, and for the other modes the reason. A few kilobytes of text.
 using Capabilities = std::map<std::string, std::string>;
 
 // How processes share device memory, in order of preference: virtual memory management

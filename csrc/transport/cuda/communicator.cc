@@ -15,14 +15,15 @@ namespace jax_ub {
 
 namespace {
 
-// After a failure, the host waits at most this many seconds for what the peers still
-// send: the cause of the failure, and the close messages.
+// Maximum time in seconds, after a failure, that the host waits for messages of the
+// peers: the cause of the failure, and the close messages.
 constexpr double kFailedPatienceS = 5;
 
-// The interval at which a host that waits for a cause checks whether it has one.
+// The interval at which a host that waits for the cause of a failure checks whether the
+// cause is known.
 constexpr std::chrono::milliseconds kCheckInterval{1};
 
-// Must be incremented with every change of the heap layout or the messages.
+// Version of the heap layout and the messages. Must be incremented with every change.
 constexpr int kProtocol = 3;
 
 // Returns a description of the group and the heap layout. In the handshake, every
@@ -60,8 +61,8 @@ CudaCommunicator::CudaCommunicator(ProcessGroup group,
 CudaCommunicator::~CudaCommunicator() {
   Close();
   if (!IsForkedChild()) return;
-  // Leaks the heaps in a forked child: the CUDA driver does not work there, and the
-  // memory belongs to the parent.
+  // A forked child leaks the heaps: the CUDA driver does not work in it, and the memory
+  // belongs to the parent.
   static_cast<void>(new GroupHeaps(std::move(heaps_)));
 }
 
@@ -102,9 +103,9 @@ std::exception_ptr CudaCommunicator::FaultOf(const ErrorRecord& record) {
       [this](uint32_t tag) { return CallOf(tag); });
 }
 
-// Returns whether FaultOf(record) contains the cause of the failure. It does not if the
-// record only says that a peer failed, or if the peer's message that describes a call
-// has not arrived yet.
+// Returns whether FaultOf(record) states the cause of the failure. It does not if the
+// record only states that a peer failed, or if the message with the description of a
+// peer's call has not arrived yet.
 bool CudaCommunicator::KnowsCauseOf(const ErrorRecord& record) {
   if (!IsOwnFault(record)) return false;
   std::lock_guard lock(mutex_);
@@ -141,7 +142,7 @@ std::exception_ptr CudaCommunicator::failure() {
     if (filled == nullptr) return nullptr;
   } while (!KnowsCauseOf(*filled) && AwaitCause());
   const std::exception_ptr fault = FaultOf(*filled);
-  // If the record only says that a peer has failed, does not poison the communicator,
+  // If the record only states that a peer has failed, the communicator is not poisoned,
   // because the peer will send the cause.
   if (!IsOwnFault(*filled)) return fault;
   failure_.Poison(fault);
@@ -199,23 +200,24 @@ void CudaCommunicator::OnSignature(const PeerEvent& event) {
   }
 }
 
-// A process sends its close message after its devices have finished, so it does not
-// write to its peers' memory any more. If a peer sends none in time, memory that the
-// peer opened with cuIpc is kept until the process exits. Virtual memory can be freed,
-// because the driver keeps it as long as a process has it mapped.
+// A process sends its close message when its devices have finished, so that it does not
+// write to its peers' memory any more. If a peer sends no close message in time, memory
+// that this peer has opened by CUDA IPC is kept until the process exits. Virtual memory
+// can be freed, because the driver keeps it as long as any process has it mapped.
 void CudaCommunicator::Close() {
   if (failure_.IsForkedChild() || is_closed_.exchange(true)) return;
   const Driver& driver = heaps_.devices().driver();
   for (const Context& context : heaps_.devices().contexts()) {
     try {
       const ScopedContext scoped(driver, context.get());
-      // Ignores the result: after an error, the context has no work to wait for.
+      // The result is ignored: after an error, the context has no work to wait for.
       driver.CtxSynchronize();
     } catch (const SystemError&) {
       continue;
     }
   }
-  // Sends a fault that no call has reported: the peers' hosts do not know it.
+  // A fault that no call has reported is sent, because the hosts of the peers do not
+  // know it.
   const ErrorRecord* const filled = failure_.reason() ? nullptr : FilledRecord();
   if (filled != nullptr && IsOwnFault(*filled)) failure_.Poison(FaultOf(*filled));
   failure_.SendClose();

@@ -183,9 +183,8 @@ class CudaCommunicator {
   const double timeout_s_;
   GroupHeaps heaps_;
   const int64_t size_bytes_;
-  // What the handshake found out about each process, such as its process id. Indexed by
-  // process index. The constructor moves the sockets of the peers to `failure_`, which
-  // watches them.
+  // What the handshake has found out about each process, such as its process id, by
+  // process index. The constructor moves the sockets to `failure_`, which watches them.
   std::vector<ConnectedPeer> connected_peers_;
   std::atomic<bool> rejects_calls_{false};
   std::atomic<bool> is_closed_{false};

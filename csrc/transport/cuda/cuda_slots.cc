@@ -15,8 +15,8 @@ CUdeviceptr LineOf(CUdeviceptr first, int index) {
   return first + index * kFlagLineBytes;
 }
 
-// Copies as many `results` as fit to `nan_fill`, the buffers that a failed rank fills
-// with NaN. Returns how many.
+// Copies `results`, the results that a failed rank fills with NaN, to the parameters
+// `nan_fill`, as many as fit. Returns the number of copied results.
 size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   const size_t count = std::min<size_t>(results.size(), kMaxResults);
   nan_fill.num_results = static_cast<uint32_t>(count);
@@ -24,7 +24,8 @@ size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   return count;
 }
 
-// Moves the first `signals` to `targets`, the parameters of one kernel, as many as fit.
+// Moves signals from the front of `signals` to `targets`, the parameters of one kernel,
+// as many as fit.
 void Take(std::vector<FlagTarget>& signals, FlagTargets& targets) {
   const size_t count = std::min<size_t>(signals.size(), kMaxRanks);
   targets.num_targets = static_cast<uint32_t>(count);

@@ -53,7 +53,7 @@ struct SlotAddresses {
   CUdeviceptr multicast = 0;
 };
 
-// Identifies a call site in error records and in flags.
+// The numbers that identify a call site in error records and in flags.
 struct CallIds {
   uint32_t number = 0;  // CudaCommunicator::NumberOf, specific to this process
   uint32_t tag = 0;     // GpuCallSignature::tag, the same on every rank
@@ -132,15 +132,15 @@ class CudaSlots : public Transport {
   void WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) override;
   void Release(int slot) override {}
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
-  // In each call, waits only for one slot of each peer, because a peer frees all its
-  // slots at once.
+  // Waits for only one slot of each peer per call, because a peer frees all its slots
+  // at once.
   void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) override;
-  // Before this, the caller must make the stream wait for all work that reads a slot,
-  // because the peers may then overwrite it.
+  // Before EndCall, the caller must make the stream wait for all work that reads a
+  // slot, because the peers may overwrite the slots afterwards.
   void EndCall() override;
-  // Enqueues the end of the call, which frees this rank's slots for its peers. If the
-  // rank has failed, this fills `results` with NaN. Must be called after all work that
-  // writes the results was enqueued.
+  // Enqueues the end of the call, which frees this rank's slots for its peers or, if
+  // the rank has failed, fills `results` with NaN. Must be called after all work that
+  // writes the results has been enqueued.
   void Finish(std::span<const NanFill::Result> results);
 
   // Enqueues one kernel that all-reduces `sum` (all_reduce_params.h). It must be the
@@ -161,8 +161,8 @@ class CudaSlots : public Transport {
   // rank's memory. If `ahead` is true, it waits until the peers have filled slots in
   // this call, otherwise until they have ended their previous call.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
-  // Enqueues kernels that send pending signals until `num_left` or fewer remain, which
-  // the kernel of the next wait sends.
+  // Enqueues kernels that send pending signals until at most `num_left` signals remain.
+  // The kernel of the next wait sends these.
   void SendSignals(size_t num_left);
   AwaitedFlag FlagOf(CUdeviceptr flag, const PeerSlot& slot, uint32_t slot_index) const;
 

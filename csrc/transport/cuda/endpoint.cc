@@ -75,9 +75,9 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
   }
 }
 
-// Allocates the heaps such that they can be shared both as file descriptors and as
-// fabric handles, if the devices support both. If this fails, tries again without
-// fabric handles, which need an IMEX channel.
+// Allocates heaps that can be shared as file descriptors and as fabric handles, if the
+// devices support both. If this fails, tries again without fabric handles, which need
+// an IMEX channel.
 void CudaEndpoint::TryVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -134,9 +134,9 @@ void CudaEndpoint::TryIpc() {
     }
     capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // If this was the small allocation (the heaps exist), running out of memory only
-    // means that CUDA IPC is not available. Otherwise there is no memory for the heaps,
-    // so the connection fails.
+    // If the heaps exist, the failed allocation was the small one, which only means
+    // that CUDA IPC is not available. Otherwise there is no memory for the heaps, so
+    // the connection fails.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

@@ -9,8 +9,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns an error text without its subject, such as " runs partition 1, which is that
-// of device 6: ...".
+// Returns the error text about a rank that runs a program on the wrong device, without
+// the rank: " runs partition 1, which is that of device 6: ...".
 std::string DescribeMisplaced(uint32_t partition, const std::vector<int64_t>& devices) {
   std::ostringstream text;
   text << " runs partition " << partition;

@@ -23,7 +23,8 @@ void SetPoisoned(ErrorRecord& record);
 // states that a peer or the host reported a failure.
 bool IsOwnFault(const ErrorRecord& record);
 
-// A call site, as error messages describe it.
+// A call site, as error messages describe it: its label, and the devices for which an
+// exported program was lowered.
 struct CallSiteName {
   std::string label;             // "all_gather_matmul (ub_name 'qkv_fprop')"
   std::vector<int64_t> devices;  // CallAttributes::devices

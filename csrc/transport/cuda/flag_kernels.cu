@@ -19,19 +19,19 @@ __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t fa
   }
 }
 
-// Sends the pending signals of this rank, and announces the call to the peers. This is
-// the first half of jax_ub_wait.
+// Sends the pending signals of this rank, then announces the call to the peers, as the
+// first half of jax_ub_wait.
 __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& words) {
   SignalAll(params.signals, words.current, words.failed);
-  // A failed rank must not announce calls. Its epoch no longer advances, so it would
+  // A failed rank must not announce calls: its epoch does not advance, so it would
   // announce different calls with the same epoch.
   if (threadIdx.x < params.announcements.num_peers && words.failed == 0) {
     StoreRelaxed(params.announcements.words[threadIdx.x], words.current);
   }
 }
 
-// Waits until the peers have set the awaited flags, one per thread. This is the second
-// half of jax_ub_wait.
+// Waits until the peers have set the awaited flags, with one thread per flag, as the
+// second half of jax_ub_wait.
 __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_flags || words.failed != 0) return;
   WaitFor(params.waiting, params.flags[threadIdx.x],
@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(32)
   SignalAll(params.signals, words.current, words.failed);
 }
 
-// Uses one block, since all threads must agree on whether the rank has failed.
+// The kernel has one block, since all threads must agree on whether the rank has
+// failed.
 extern "C" __global__ void __launch_bounds__(kEndThreads)
     jax_ub_end(const __grid_constant__ EndParams params) {
   if (SyncBlockAny(EndCall(params))) FillNan(params.nan_fill);

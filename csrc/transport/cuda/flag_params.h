@@ -61,7 +61,7 @@ struct ErrorRecord {
 };
 
 // Addresses of a rank's state, which its flag kernels read and write: three 64-bit
-// words on the device, and the error record.
+// words in device memory, and the error record in host memory.
 struct RankWords {
   uint64_t epoch;   // the number of calls that this rank ended, and the tag of the last
   uint64_t failed;  // *failed is not 0: this rank has failed
@@ -69,8 +69,8 @@ struct RankWords {
   uint64_t error;   // the rank's ErrorRecord
 };
 
-// Where a rank signals to a peer: the address of a flag or, if the rank has failed, of
-// the peer's `poison`.
+// Where a rank sends a signal to a peer: the address of a flag, and the address of the
+// peer's `poison`, to which the rank writes instead if it has failed.
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;

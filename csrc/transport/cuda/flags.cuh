@@ -19,24 +19,24 @@ constexpr uint32_t kLastPauseNs = 512;
 // about a microsecond.
 constexpr uint32_t kIterationsPerCheck = 16;
 
-// The state of a rank, which each kernel of a call loads first. Only kernels of one
-// stream change it, so no other kernel changes it meanwhile.
+// The state of a rank, which each kernel of a call loads first. All kernels that change
+// it run on one stream, so it does not change while a kernel runs.
 struct CallWords {
   uint64_t epoch;
   uint64_t current;  // the flag value of this call
   uint64_t failed;
 };
 
-// Loads the state of the rank for a call with this tag. Needs no acquire, because
-// earlier kernels of the same stream wrote these words.
+// Loads the state of the rank for a call with this tag. The loads need no acquire
+// order, because earlier kernels of the same stream wrote the words.
 __device__ CallWords LoadCall(const RankWords& own, uint32_t tag) {
   const uint64_t epoch = LoadRelaxed(own.epoch);
   const uint64_t failed = LoadRelaxed(own.failed);
   return {epoch, (epoch | kTagMask) + 1 + tag, failed};
 }
 
-// Returns whether a flag has the expected epoch (call number), but the tag of another
-// call: the ranks make different calls.
+// Returns whether a flag has the expected epoch (call number) but a different tag,
+// which means that the ranks make different calls.
 __device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
   return word != expected && (word ^ expected) <= kTagMask;
 }

@@ -147,7 +147,7 @@ void GroupHeaps::Import(SharingMode mode,
   others_ = std::vector<PeerHeaps>(group.num_processes());
   for (int process_index = 0; process_index < group.num_processes(); ++process_index) {
     if (process_index == group.own()) continue;
-    // There is no connection to a process of another host, so its handles are taken
+    // A process of another host has no connection to this one, so its handles are taken
     // from its capabilities.
     if (exported[process_index].text.empty()) {
       exported[process_index].text =

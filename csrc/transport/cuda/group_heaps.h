@@ -68,8 +68,8 @@ class GroupHeaps {
  private:
   GroupHeaps() = default;
 
-  // Maps all heaps with one sharing mode. If any process fails, all processes return
-  // its reason; otherwise "".
+  // Maps all heaps with one sharing mode. Returns "" or, in all processes, the reason
+  // why a process failed.
   std::string ShareBy(SharingMode mode,
                       const ProcessGroup& group,
                       const HeapLayout& layout,
@@ -83,9 +83,9 @@ class GroupHeaps {
               std::vector<SetupMessage>& exported);
   void FindAddresses(const ProcessGroup& group);
 
-  // BindHere binds all heaps of a group in one process to a multicast object,
-  // BindWithAll those of a group of several processes. They return "", or the reason
-  // why there is no multicast.
+  // Bind the heaps of all ranks to a multicast object: BindHere for a group within this
+  // process, BindWithAll for a group of several processes. Both return "", or the
+  // reason why there is no multicast.
   std::string BindHere(const HeapLayout& layout, const ProcessGroup& group);
   std::string BindWithAll(SharingMode mode,
                           const ProcessGroup& group,

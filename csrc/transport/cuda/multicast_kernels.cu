@@ -16,7 +16,8 @@ namespace {
 // Number of independent loads that a thread issues before it uses their results, to
 // hide the latency of the NVLink switch, about a microsecond.
 constexpr int kInFlight = 4;
-// A 16-byte vector has four 32-bit words: f32 elements, or pairs of 16-bit elements.
+// Number of 32-bit words in a vector of 16 bytes. A word is one f32 element or a pair
+// of 16-bit elements.
 constexpr int kPairs = 4;
 
 template <DType kDType>
@@ -34,8 +35,8 @@ __device__ float Load(const SumAddend& addend, int64_t element) {
   return addend.dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
 }
 
-// Returns `sum` plus the addends (such as a bias) at the index `element`, added in
-// order. Elements from num_elements on have none.
+// Returns `sum` plus the addends (such as a bias) of the element with index `element`,
+// added in order. From index num_elements on, there are no addends.
 __device__ float Added(const MulticastSumParams& params, int64_t element, float sum) {
   if (element >= params.num_elements) return sum;
   for (uint32_t i = 0; i < params.num_addends; ++i) {

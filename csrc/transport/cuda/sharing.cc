@@ -61,7 +61,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer) {
   if (mode == SharingMode::kVmm) {
-    // The driver expects the number of the file descriptor, cast to a pointer.
+    // The driver expects the file descriptor's number, cast to a pointer.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }
@@ -136,8 +136,8 @@ LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
 }
 
 LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
-  // Rounds the size up to blocks of 2 MiB. An IPC handle exports a whole block, so no
-  // other allocation may share it.
+  // The size is rounded up to blocks of 2 MiB, because an IPC handle exports a whole
+  // block, which no other allocation may share.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
   LocalHeaps heaps;
@@ -158,8 +158,9 @@ LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes
   return heaps;
 }
 
-// Returns a message with the text "size:handle,size:handle,...", in rank order. In mode
-// kVmm the handles are empty, and the message has file descriptors instead.
+// Returns a message with the text "size:handle,size:handle,...", with one item per heap
+// in rank order. In mode kVmm, the handles are empty, and the message has file
+// descriptors instead.
 SetupMessage LocalHeaps::Export(SharingMode mode) const {
   SetupMessage message;
   for (int n = 0; n < devices_->num_ranks(); ++n) {

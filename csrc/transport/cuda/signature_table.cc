@@ -23,8 +23,8 @@ uint32_t GpuCallSignature::tag() const {
   return std::max<uint32_t>(hash & kTagMask, 1);
 }
 
-// Puts the rejection last: SendMessage cuts the end of long messages, and only this
-// text may be incomplete.
+// The rejection is the last part, because SendMessage cuts the end of long messages,
+// and only the rejection may be incomplete.
 std::string GpuCallSignature::Pack() const {
   std::string packed = std::to_string(rank);
   for (const std::string* text : {&site, &call, &rejection}) {

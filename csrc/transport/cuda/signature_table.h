@@ -40,10 +40,11 @@ class SignatureTable {
  public:
   explicit SignatureTable(int num_ranks) : num_ranks_(num_ranks) {}
 
-  // Adds a signature, and compares it with those that other ranks have sent. For each
+  // Adds a signature, and compares it with the signatures of other ranks. For each
   // site, the n-th signatures of all ranks are compared, in any order of arrival.
   // Returns a signature that contradicts the new one: it describes a different call, or
-  // only one of the two ranks rejects the call. Returns nullopt if there is none.
+  // only one of the two ranks rejects the call. Returns nullopt if no signature
+  // contradicts it.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
   // For tests: returns the number of call sites for which some ranks have not sent their
@@ -51,7 +52,8 @@ class SignatureTable {
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  // Indexed by rank: signatures that have not been compared with all other ranks yet.
+  // The signatures of each rank that have not been compared with those of all other
+  // ranks yet, indexed by rank.
   using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;

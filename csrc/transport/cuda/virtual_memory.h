@@ -23,9 +23,9 @@ struct PhysicalMemoryTraits {
 };
 using PhysicalMemory = DriverHandle<PhysicalMemoryTraits>;
 
-// Import and export memory by a handle of the given type. `shareable` is the argument
-// of cuMemImportFromShareableHandle or cuMemExportToShareableHandle; its meaning
-// depends on the type. Both throw SystemError.
+// ImportMemory and ExportMemory share memory by a handle of the given type. `shareable`
+// is the argument of cuMemImportFromShareableHandle or cuMemExportToShareableHandle,
+// whose meaning depends on the type. Both throw SystemError.
 PhysicalMemory ImportMemory(const Driver& driver,
                             CUmemAllocationHandleType type,
                             void* shareable);

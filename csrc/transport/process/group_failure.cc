@@ -32,7 +32,7 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
     is_lost_.push_back(!peer.connection || peer.has_closed);
     if (peer.has_closed) hooks_.set_lost(p, "");
     if (is_lost_[p]) continue;
-    // In tests, a process may be its own peer. Its own death needs no detection.
+    // In tests, a process may be its own peer. It need not detect its own death.
     const pid_t life = peer.seen_pid == owner_ ? 0 : peer.seen_pid;
     connected.push_back({p, std::move(peer.connection), life});
   }
@@ -77,8 +77,8 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
-      // Ignores std::bad_alloc. The peers get no message, so their waits end at the
-      // deadline.
+      // std::bad_alloc is ignored. The peers then get no message, and their waits end
+      // at the deadline.
     }
   }
   is_poisoned_ = true;

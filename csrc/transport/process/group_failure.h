@@ -65,8 +65,8 @@ class GroupFailure {
   void Broadcast(MessageKind kind, std::string_view body) {
     peers_->Broadcast(kind, body);
   }
-  // Tells all peers that this process closes the communicator, so that they do not take
-  // its exit for a death. Only the first call has an effect.
+  // Tells all peers that this process closes the communicator, so that they do not
+  // report its exit as a death. Only the first call has an effect.
   void SendClose();
   // Calls SendClose, fails the remaining waits of this process, and stops receiving
   // messages. Idempotent.
@@ -74,8 +74,8 @@ class GroupFailure {
   // Returns the error for calls after Close.
   CommunicatorError OwnClose() const;
 
-  // Returns whether this process was forked from the one that created the object. Such
-  // a process must not send messages, because the other one still uses the
+  // Returns whether this process was forked from the process that created the object. A
+  // forked child must not send messages, because the parent still uses the
   // communicator.
   bool IsForkedChild() const;
 

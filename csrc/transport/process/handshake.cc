@@ -72,8 +72,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailExpired(deadline.timeout_s());
     const bool dialed = DialAll(deadline);
-    // After a loss, reads all pending messages before it fails, because the lost
-    // process or another one may have sent the reason.
+    // If a process is lost, all pending messages are read before the handshake fails,
+    // because the lost process or another one may have sent the reason.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_unidentified = unidentified_.size();
@@ -103,8 +103,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   return std::move(connected_peers_);
 }
 
-// Connects to all peers to which it has not connected yet. Returns false if some were
-// busy, so that it must be called again.
+// Connects to all peers to which this process has not connected yet. Returns false if
+// some peers were busy; DialAll must then be called again.
 bool Handshake::DialAll(const Deadline& deadline) {
   bool dialed = true;
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
@@ -145,7 +145,7 @@ void Handshake::DialOne(int process_index, const Deadline& deadline) {
 }
 
 void Handshake::Greet(int process_index, const Deadline& deadline) {
-  // Ignores Sent::kNo. If the peer has just died, the next read reports it, with
+  // Sent::kNo is ignored: if the peer has just died, the next read reports it, with
   // Arrival::kEnd.
   const Sent sent = SendHelloUntil(deadline, connected_peers_[process_index].connection,
                                    HelloTo(process_index), memory_);
@@ -188,9 +188,9 @@ void Handshake::HandleUnidentified(size_t index, const Deadline& deadline) {
   }
   ConnectedPeer& peer = connected_peers_[process_index];
   if (process_index < group_.own()) {
-    // Of two processes, the one with the higher index sends the first Hello. So this
-    // Hello does not begin a handshake: the peer has failed, and sends the reason as
-    // its next message.
+    // Of two processes, the one with the higher index sends the first Hello of a
+    // handshake. This Hello comes from a lower index, so the peer has failed, and sends
+    // the reason in its next message.
     peer.connection = std::move(connection);
     stages_[process_index] = Stage::kLivenessSocket;
     return;
@@ -276,9 +276,9 @@ void Handshake::MarkLost(int process_index, const std::string& how) {
   stages_[process_index] = Stage::kLost;
 }
 
-// Sends the failure to all peers: on connections with a Hello in either direction; on
-// liveness sockets, after a Hello that identifies this process; and on accepted
-// connections that have sent nothing yet.
+// Sends the failure to all peers: on connections on which a Hello was sent or received;
+// on liveness sockets, after a Hello that identifies this process; and on accepted
+// connections that have received nothing yet.
 void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
     const FileDescriptor& connection = connected_peers_[process_index].connection;
@@ -290,8 +290,8 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   try {
     AcceptAll();
   } catch (const SystemError&) {
-    // A peer whose connection cannot be accepted does not learn the reason. Its
-    // connection closes together with the endpoint.
+    // A connection that cannot be accepted gets no reason. It closes together with the
+    // endpoint.
   }
   for (const FileDescriptor& unidentified : unidentified_)
     SendMessage(unidentified, kind, text);

@@ -45,8 +45,8 @@ class Endpoint {
   FileDescriptor listener_;
 };
 
-// A peer after the handshake: its connection, its process ids, and messages that it has
-// already sent.
+// A peer after the handshake: its connection, its process ids, and the messages that it
+// has sent before the handshake ended.
 struct ConnectedPeer {
   FileDescriptor connection;
   int pid = 0;              // in the peer's own pid namespace, for error messages
@@ -105,8 +105,8 @@ class Handshake {
   bool IsWaited(int process_index) const {
     return IsReached(process_index) && stages_[process_index] != Stage::kConnected;
   }
-  // Records that a process was lost, unless it has sent a reason. RunUntil reports the
-  // loss only after it has read all pending messages, one of which may be the reason.
+  // Records that a process is lost, unless it has sent a reason. RunUntil reports the
+  // loss only when it has read all pending messages, one of which may be the reason.
   void MarkLost(int process_index, const std::string& how);
   void BroadcastFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;

@@ -50,8 +50,8 @@ struct Message {
   FileDescriptor passed;  // the descriptor that came with the message, if any
 };
 
-// A message that sends a failure to the peers. A DeadlineError has its own kind, so
-// that the peers raise the same type of error.
+// A message that sends a failure to the peers. The message has a different kind for a
+// DeadlineError, so that the peers raise the same type of error.
 struct PoisonMessage {
   MessageKind kind = MessageKind::kPoison;
   std::string text;
@@ -72,7 +72,8 @@ Sent SendMessageUntil(const Deadline& deadline,
                       const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
-// The end of an error about a message that could not be sent until the deadline.
+// Returns the end of an error text about a message that could not be sent until the
+// deadline.
 std::string UnsentText(const Deadline& deadline);
 
 // Sends a Hello with the file descriptor of this process's memory, which may be empty.

@@ -14,7 +14,7 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
     Watched watched;
     watched.process = peer.process;
     watched.connection = std::move(peer.connection);
-    // Also watches the process itself: if it has forked, a child may keep its end of
+    // The process itself is watched, too: if it has forked, a child may keep its end of
     // the connection open after its death.
     watched.life = WatchProcess(peer.pid);
     watched_.push_back(std::move(watched));
@@ -78,8 +78,9 @@ void PeerConnections::Close() {
 }
 
 void PeerConnections::DetachAfterFork() {
-  // In a forked child the thread does not exist, so it cannot be joined. The mutex may
-  // be locked forever, because another thread of the parent may have held it.
+  // In a forked child, the thread does not exist, so it cannot be joined. The mutex may
+  // be locked forever, because another thread of the parent may have held it during the
+  // fork.
   static_cast<void>(thread_.release());
   watched_.clear();
 }
@@ -98,8 +99,9 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
     SetLeft(peer, MessageKind::kDeathNotice,
             std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
-    // Ignores std::bad_alloc, because on_failure_ has already reported the failure of
-    // the thread. A call that waits for this peer fails at its deadline at the latest.
+    // std::bad_alloc is ignored, because on_failure_ has already reported the failure
+    // of the thread. A call that waits for this peer fails at its deadline at the
+    // latest.
   }
 }
 

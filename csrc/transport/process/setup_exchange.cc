@@ -27,7 +27,7 @@ void SetupExchange::Send(int process_index,
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(setup.passed.size()));
   body += setup.text;
-  // Ignores Sent::kNo. If the peer has just died, the next read reports it, with
+  // Sent::kNo is ignored: if the peer has just died, the next read reports it, with
   // Arrival::kEnd.
   const auto send = [&](MessageKind kind, const std::string& text,
                         const FileDescriptor* passed) {
@@ -78,8 +78,8 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
 
 void SetupExchange::Receive(int process_index, SetupMessage& setup, int& num_missing) {
   ConnectedPeer& peer = connected_peers_[process_index];
-  // Stops after one complete setup message. Further messages belong to the next
-  // Exchange.
+  // The loop stops after one complete setup message, because further messages belong to
+  // the next Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());
     peer.early_messages.pop_front();

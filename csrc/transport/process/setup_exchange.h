@@ -42,7 +42,8 @@ class SetupExchange {
             const SetupMessage& setup,
             const Deadline& deadline) const;
   bool IsReached(int process_index) const;
-  // Reads what a peer has sent so far, at most up to the end of one setup message.
+  // Reads the messages that a peer has sent so far, at most up to the end of one setup
+  // message.
   void Receive(int process_index, SetupMessage& setup, int& num_missing);
   void Take(int process_index,
             Message message,
