@@ -39,7 +39,7 @@ class Device {
   // events have no effect, and the caller must run concurrent GEMMs itself.
   virtual bool enqueues() const = 0;
 
-  // Returns the dtype in which partial sums of a GEMM are stored and sent.
+  // Returns the dtype in which the partial sums of a GEMM are stored and sent.
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
   // Returns into how many splits a chunk (the rows of one rank) is divided for the

@@ -40,8 +40,8 @@ struct ScaleSegment {
   int64_t inner_stride = 0;
 };
 
-// An operand of a GEMM, A [M, K] or B [K, N]. In any layout, `inner` is the contracted
-// dimension K, and `outer` the other one (M or N).
+// An operand of a GEMM, A [M, K] or B [K, N], in any layout. The `inner` dimension is
+// the contracted dimension K; the `outer` dimension is M for A and N for B.
 struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;

@@ -75,11 +75,11 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Returns whether the call may use this communicator: false if it was lowered for an
-  // earlier communicator of these devices. When that one failed, the processes may have
-  // launched the program a different number of times, so equal run ids might identify
-  // different calls. The generation of a call is that of the newest communicator of its
-  // groups.
+  // Returns whether the call may use this communicator. A call that was lowered for an
+  // earlier communicator of these devices may not: when that communicator failed, the
+  // processes may have launched the program a different number of times, so equal run
+  // ids might identify different calls. The generation of a call is that of the newest
+  // communicator of its groups.
   bool AcceptsGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation >= generation_;
   }

@@ -133,8 +133,8 @@ class Rendezvous {
   ~Rendezvous() = delete;  // its watchdog thread never exits
 
   // Adds the call of a rank. The last rank of a group gets the complete collective
-  // call, and `*last_rank` is its index therein; all other ranks get nullptr. Throws
-  // CommunicatorError if the group has already failed in this run.
+  // call, and the index of the rank in this call in `*last_rank`. All other ranks get
+  // nullptr. Throws CommunicatorError if the group has already failed in this run.
   std::shared_ptr<CollectiveCall> Join(CallSite& site,
                                        int64_t run_id,
                                        int64_t device,

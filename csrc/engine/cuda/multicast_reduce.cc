@@ -41,7 +41,7 @@ class MulticastReduction {
                  const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = communicated_.operand.dtype;
     // A split must begin at a multiple of kMulticastBytes, the size of a multicast
-    // access. If a row's size is not a multiple of it, all rows form one split.
+    // access. If the size of a row is not such a multiple, all rows form one split.
     const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }

@@ -36,11 +36,11 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Maximum number of rows of A for which the kernels for few rows are faster than any
-// tiles, including tiles of bf16 pairs. For more rows, up to kMaxSmallM, they are
-// faster than tiles of f32, unless B is FP8, or B is contiguous along N and vectors are
-// narrower than in AVX512. Measured with gemm_bench on a Xeon without AMX. For more
-// rows, tiles of pairs were not compared.
+// Maximum number of rows of A for which the kernels for few rows are faster than all
+// tiles, including tiles of bf16 pairs. Up to kMaxSmallM rows, they are still faster
+// than tiles of f32, unless B is FP8, or B is contiguous along N and vectors are
+// narrower than in AVX512. Measured with gemm_bench on a Xeon without AMX; tiles of
+// pairs were compared for up to kMaxRowsOfAnyB rows only.
 inline constexpr int kMaxRowsOfAnyB = 4;
 
 // Adds the kernels for few rows of A (small_m_kernel.h) where they are faster than

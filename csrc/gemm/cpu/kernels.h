@@ -73,8 +73,8 @@ using TileFunction = void (*)(const void* a,
 
 // Packs `outer` x `num_words` words into panels of `panel` columns, a constant of the
 // function. Word (o, k) goes to panels + o / panel * panel_bytes + 4 * (k * panel + o %
-// panel). The source is contiguous along one dimension; `stride` is the distance of
-// neighbors along the other one.
+// panel). The source is contiguous along one dimension. Neighbors along the other
+// dimension are `stride` bytes apart.
 using PackFunction = void (*)(const void* source,
                               int64_t stride,
                               int64_t outer,
@@ -171,7 +171,7 @@ extern const KernelSet kPortableKernels;
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
 extern const KernelSet kAvx512VbmiKernels;
-// These kernels require operands that are exact in bf16. Their k_per_word is 2.
+// Kernels for operands whose numbers are exact in bf16. Their k_per_word is 2.
 extern const KernelSet kAvx512Bf16Kernels;
 extern const KernelSet kAmxBf16Kernels;
 #endif

@@ -52,7 +52,7 @@ class ResultWriter {
   void Prefetch(Range rows, Range columns) const;
 
  private:
-  // The intersection of a rectangle with one segment. Its ranges are relative to the
+  // The intersection of a rectangle with one segment, in indices relative to the
   // segment.
   struct SegmentBlock {
     int64_t segment;
@@ -65,8 +65,9 @@ class ResultWriter {
     int64_t row_stride;
   };
 
-  // Calls visit(block, row, column) for each intersection of the rectangle with a
-  // segment. (row, column) is its first element, relative to the rectangle.
+  // Calls visit(block, row, column) for each intersection `block` of the rectangle with
+  // a segment. (row, column) is the first element of the block, relative to the
+  // rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
   // Returns the product of the scale and all factors of a segment, by which each sum is

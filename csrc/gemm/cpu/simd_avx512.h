@@ -66,8 +66,8 @@ inline void StoreF16(void* p, Vec v) {
   StoreHalves(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Converts FP8 numbers to bf16. Each is in the lower byte of a 16-bit lane, whose upper
-// byte is zero.
+// Converts FP8 numbers to bf16. Each number is in the lower byte of a 16-bit lane, the
+// upper byte of which is zero.
 template <DType kDType>
 inline __m512i BF16OfFp8Lanes(__m512i bytes) {
   constexpr Fp8Format kFormat = kFp8Format<kDType>;

@@ -93,8 +93,9 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // Each step keeps kRows x kStep elements of A in vector registers. AVX512 has 32
-  // registers and AVX2 has 16. The others are for sums and elements of B.
+  // Maximum number of elements of A, kRows x kStep, that a step keeps in vector
+  // registers. AVX512 has 32 registers and AVX2 has 16. The other registers are for
+  // sums and elements of B.
   constexpr int kFactors = kLanes >= 16 ? 16 : 8;
   constexpr int kStep = kRows * 8 <= kFactors ? 8 : kFactors / kRows;
   constexpr int64_t kRowsAhead = 16;

@@ -65,7 +65,7 @@ struct Table {
   const Spot& At(size_t i, size_t j) const { return spots[i * size[1] + j]; }
   int Side(Axis axis) const { return axes[0] == axis ? 0 : axes[1] == axis ? 1 : -1; }
   // Returns the block with index `along` in dimension `side` and index `across` in the
-  // other one.
+  // other dimension.
   const Spot& Along(int side, size_t along, size_t across) const {
     return side == 0 ? At(along, across) : At(across, along);
   }

@@ -147,8 +147,8 @@ class CudaCommunicator {
   void RejectCalls() { rejects_calls_.store(true); }
 
   // Closes the communicator: waits until the local devices have finished all enqueued
-  // work, sends a failure of theirs that no call has reported, waits until all peers
-  // have closed or died, and frees the memory. Waits for peers at most as long as
+  // work, sends a failure of these devices that no call has reported, waits until all
+  // peers have closed or died, and frees the memory. Waits for peers at most as long as
   // Connect does (5 s after a failure), then continues without them. No call may be
   // enqueued during Close. Idempotent.
   void Close();

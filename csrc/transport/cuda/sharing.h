@@ -24,8 +24,9 @@ namespace jax_ub {
 std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
-// Imports memory that a peer has exported: `handle` and `passed` are the results of its
-// ExportHandle. `peer` is its name in error messages. Throws SystemError.
+// Imports memory that a peer has exported. `handle` and `passed` are the results of
+// ExportHandle in the peer's process. `peer` is the name of the peer in error messages.
+// Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
                             SharingMode mode,
                             const std::string& handle,
@@ -121,9 +122,9 @@ struct OpenedIpcHandleTraits {
 class PeerHeaps {
  public:
   PeerHeaps() = default;
-  // Imports heaps. `message` is the result of LocalHeaps::Export in the other process,
-  // which must have `num_ranks` heaps of at least `size_bytes` each. `peer` is its name
-  // in error messages. Throws SystemError.
+  // Imports the heaps of a peer. `message` is the result of LocalHeaps::Export in the
+  // peer's process, which must have `num_ranks` heaps of at least `size_bytes` each.
+  // `peer` is the name of the peer in error messages. Throws SystemError.
   PeerHeaps(const LocalDevices& devices,
             SharingMode mode,
             const SetupMessage& message,

@@ -90,7 +90,8 @@ class Handshake {
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
   bool DialAll(const Deadline& deadline);
   void DialOne(int process_index, const Deadline& deadline);
-  // Sends a Hello. Throws DeadlineError if the kernel has no memory for it until then.
+  // Sends a Hello to a process. Throws DeadlineError if the kernel has no memory for
+  // the message until the deadline.
   void Greet(int process_index, const Deadline& deadline);
   void AcceptAll();
   void HandleUnidentified(size_t index, const Deadline& deadline);

@@ -80,7 +80,7 @@ def check_flags(op: str, options: LinearOptions) -> None:
 
 
 def check_not_quantized(op: str, **parameters: Any) -> None:
-    """Raises an error if a layer's parameter is FP8, such as by `quantize_params`.
+    """Raises an error if a parameter of a layer is FP8, as `quantize_params` returns.
 
     The layers quantize their kernels themselves, and neither Flax nor `promote_dtype`
     takes a `ScaledArray`.
@@ -95,9 +95,10 @@ def check_not_quantized(op: str, **parameters: Any) -> None:
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns the name in `initialize_ub` of a linear layer inside a module, or None.
+    """Returns the name of a linear layer's overlaps in `initialize_ub`, or None.
 
-    Without sequence parallelism it has none: its all-reduce has no named overlap.
+    Without sequence parallelism there is none, because an all-reduce has no named
+    overlap.
     """
     return name if options.get("sequence_parallel", True) else None
 
@@ -228,7 +229,7 @@ def check_norm_parallel(op: str, parallel: str | None) -> None:
 
 
 def check_norm_inputs(op: str, num_features: int, inputs: jax.Array, norm: Any) -> None:
-    """Raises an error unless the inputs fit a norm: number of features and dtype.
+    """Raises an error unless the features and the dtype of the inputs fit the norm.
 
     `norm` has the attributes `dtype` and `param_dtype`.
     """

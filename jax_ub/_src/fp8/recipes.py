@@ -55,7 +55,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """How `Float8CurrentScaling` computes a scale: whether to round it, the least amax.
+    """How a scale is computed from the largest absolute value (`Float8CurrentScaling`).
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 

@@ -213,12 +213,12 @@ def _fused(op, ops, match) -> list[Op]:
 
 
 def expand(ops: Sequence[Operation]) -> tuple[BasicOperation, ...]:
-    """Returns the basic operations of a list in order, replacing fused operations."""
+    """Returns the basic operations of a list, including those in fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns (its slice of `expand(ops)`, operation) for each operation of a list."""
+    """Returns (slice of `expand(ops)`, operation) for each operation of a list."""
     found: list[tuple[slice, AnyOp]] = []
     start = 0
     for op in ops:

@@ -101,7 +101,7 @@ class OperationGroup:
         )
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
-        """Returns the residuals, those that no gradient needs as empty arrays.
+        """Returns the residuals, with empty arrays for those that no gradient needs.
 
         The structure of the tree does not depend on the requested gradients.
         """

@@ -205,7 +205,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns whose cotangent has the kernel's gradient: "main_grad", "kernel"."""
+        """Returns the parameter that gets the gradient: "main_grad" or "kernel"."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:

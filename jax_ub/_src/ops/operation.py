@@ -47,7 +47,7 @@ class OutputChannel:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """Says which gradients the backward of a basic operation must compute.
+    """Which gradients the backward of a basic operation must compute.
 
     `x` is whether it computes the gradient of the activation, `params` are the names of
     the parameters whose gradients it computes, and `extra_inputs` has one flag for each
@@ -114,7 +114,7 @@ class Operation(arguments.KeywordsChecked):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BasicOperation(Operation):
-    """Base class of operations: a function of one activation, and its derivative.
+    """Base class of operations: functions of an activation, with their gradients.
 
     A subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True, repr=False)`)
     with hashable fields. A parallel operation is called inside `jax.shard_map`;

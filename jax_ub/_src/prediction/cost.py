@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def result_itemsize(self) -> int:
-        """Returns the bytes per element of a result, which has 2 for FP8 operands."""
+        """Returns the bytes per element of a result: 2 if the operands are FP8."""
         return max(self.itemsize, 2)
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
@@ -131,7 +131,7 @@ def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
 
 
 class _Tiling(NamedTuple):
-    """A GEMM that runs alone on a GPU: `num_tiles` tiles of `tile_s` seconds each."""
+    """The time of a GEMM that runs alone on a GPU, in tiles of `tile_s` seconds."""
 
     seconds: float
     num_tiles: int

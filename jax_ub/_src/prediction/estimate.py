@@ -191,9 +191,9 @@ def _with_seconds(found, work, run, machine):
     if run.method is Method.XLA:
         seconds = found.plain_s
     elif run.method is Method.DIRECT and found.op != "wgrad":
-        # On a host, a GEMM reads the peers' memory in place, without transfers, and a
-        # collective consists of transfers only. A barrier follows. A wgrad has only its
-        # GEMM.
+        # Method "direct" on a host. A GEMM reads the peers' memory in place, so it
+        # takes a launch but no transfers. A collective without a GEMM takes its
+        # transfers. Both end with a barrier. A wgrad takes only its GEMM.
         seconds += machine.launch_s if work.has_product else found.wire_s
         seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
     elif run.method is not Method.DIRECT:

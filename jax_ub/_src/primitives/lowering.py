@@ -177,7 +177,7 @@ def _behind_barrier(results):
 
 
 def _instead_of_pallas(call, reason):
-    """Returns a text: why the call's method runs instead of JAX's Pallas kernel."""
+    """Returns why the call's method runs instead of JAX's Pallas kernel, as a text."""
     choice = dataclasses.replace(call.choice, pallas=None)
     return (
         f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "

@@ -65,7 +65,7 @@ def with_f64_fallback(
 
 
 def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:
-    """Returns whether JAX differentiates a layer, instead of a `custom_vjp`.
+    """Returns whether JAX differentiates a layer, so that it needs no `custom_vjp`.
 
     These are layers over an axis of `jax.vmap`, outside of which a backward rule might
     run, and layers in plain `jax.lax` outside of `shard_map`, for whose gradients JAX

@@ -101,7 +101,7 @@ def open_rendezvous(groups: DeviceGroups, timeout_s: float) -> ProcessAllGather:
 
 
 class JaxStore:
-    """The keys with one prefix (scope) in the key-value store of `jax.distributed`."""
+    """The keys with a common prefix, the scope, in the store of `jax.distributed`."""
 
     def __init__(self, scope: str):
         """Opens the store for the keys with prefix `jax_ub/<scope>/`."""
@@ -141,7 +141,7 @@ def _unreachable(error):
 
 
 class Presence:
-    """Detects by PID which other processes of the job have exited."""
+    """Detects by their PIDs which other processes of the job have exited."""
 
     def __init__(self) -> None:
         self._store = JaxStore(_PID_SCOPE)

@@ -80,7 +80,7 @@ class DeviceGroups:
         capacity: int = 0,
         num_slots: int = 0,
     ) -> "DeviceGroups":
-        """Returns the groups of ranks of mesh axes, with what is known of `devices`."""
+        """Returns the groups of ranks along mesh axes, with properties of `devices`."""
         own = [d for d in devices if d.process_index == jax.process_index()]
         return cls(
             groups,

@@ -231,7 +231,7 @@ def axes() -> tuple[InitializedAxis, ...]:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """Returns the axis if it was initialized with `num_ranks` ranks, else None."""
+    """Returns an initialized mesh axis, or None unless it has `num_ranks` ranks."""
     axis = _AXES.get(axis_name)
     return axis if axis is not None and axis.tp_size == num_ranks else None
 

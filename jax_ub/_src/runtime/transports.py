@@ -167,7 +167,7 @@ class CudaTransportSetup(TransportSetup):
 
 
 def transport_setup_of(device_groups: DeviceGroups) -> TransportSetup:
-    """Returns how ranks on their platform connect, or why they cannot."""
+    """Returns the object that connects groups of ranks on their platform."""
     platform = device_groups.platform
     if platform == "cuda":
         return CudaTransportSetup(device_groups)

@@ -194,7 +194,7 @@ def _shard_function(layout, fsdp_axes, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether each of several kernels needs its own call (all but AG+GEMM)."""
+    """Returns whether several kernels need separate calls: in all ops but AG+GEMM."""
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 

@@ -39,7 +39,7 @@ class LaunchError(UbError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Processes of this machine that compute together, as `jax.distributed` sees them.
+    """A job of `jax.distributed`: processes of this machine that compute together.
 
     Attributes:
         num_processes: number of processes.
