@@ -88,6 +88,26 @@ def test_wrong_operands(op, wrong):
     )
 
 
+@pytest.mark.parametrize(
+    ("w", "text"),
+    [
+        (
+            scaled((64, 8), dtype=E5M2),
+            "w is float8_e5m2, but kernels of Float8CurrentScaling are float8_e4m3fn",
+        ),
+        (scaled((64, 8), (64, 1)), r"w has scales of shape \(64, 1\) for values"),
+        (scaled((2, 64, 8)), "w has shape .* but a kernel is"),
+        ((W, WIDE), r"w\[0\] is FP8, w\[1\] is bfloat16. Quantize both or neither"),
+    ],
+)
+def test_fp8_kernels_that_do_not_fit_a_recipe(w, text):
+    def call(x, w):
+        options = {"axis_name": "tp", "fp8": RECIPES["current"]}
+        return ub.all_gather_matmul(x, w, **options)
+
+    refuses(ShapeContractError, text, call, WIDE.T, w)
+
+
 def test_one_wide_kernel_of_several():
     def call(x, w):
         return ub.all_gather_matmul(x, (w, WIDE), axis_name="tp")

@@ -10,7 +10,7 @@ from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal
-from programs import on_ranks, tp_mesh
+from programs import compiled_text, on_ranks, scale_calls, tp_mesh
 from scaled_operands import (
     COLUMN,
     COLUMNS,
@@ -19,6 +19,7 @@ from scaled_operands import (
     ROW,
     ROWS,
     SPECS,
+    assert_exact,
     integers,
     linear,
     on_tp,
@@ -132,6 +133,70 @@ def test_kernels_are_quantized_once_for_all_microbatches():
     conversion = r"f8_e4m3fn\[(\S+)\]\S* = convert_element_type"
     assert re.findall(conversion, text[: text.index("scan[")]) == ["64,8"]
     assert re.findall(conversion, text[text.index("scan[") :]) == ["8,64"]
+
+
+def with_given_kernel(mode, recipe):
+    """Returns a function (x, w, b, state) that quantizes only w before the layer."""
+
+    def call(x, w, b, state):
+        axis_name = "tp" if mode[0] else None
+        w = ub.quantize(w, recipe, role="kernel", state=state, axis_name=axis_name)
+        options = {"parallel": mode[0], "axis_name": axis_name}
+        return ub.linear(x, w, b, fp8=recipe, fp8_state=state, **options)
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore:.* not of the FP8 state")  # it is a constant here
+@covering(mode=MODES, recipe=RECIPES)
+def test_a_recipe_leaves_kernels_that_are_fp8_already(mode, recipe):
+    recipe = RECIPES[recipe]
+    state = ub.fp8.init_state(recipe) or None
+    layer = with_given_kernel(mode, recipe)
+    function = on_tp(mode, lambda x, w, b: layer(x, w, b, state))
+    num_features = 128 if recipe is RECIPES["block"] else 8
+    text = assert_exact(function, operands(num_features=num_features))
+    lines = [line for line in text.splitlines() if "has_scales = 1" in line]
+    assert len(lines) == 3  # all passes multiply FP8
+
+
+def test_a_state_is_that_of_a_given_kernel_and_of_its_layer():
+    recipe = RECIPES["delayed"]
+    x, w, b = operands("float32")
+    state = ub.fp8.init_state(recipe)
+    layer = with_given_kernel(LOCAL, recipe)
+    new = jax.grad(lambda state: jnp.sum(3 * layer(x, w, b, state)))(state)
+    for role, amax in (("input", x), ("kernel", w), ("output_grad", 3.0)):
+        history = new[f"{role}_amax_history"]
+        assert history.tolist() == [float(jnp.max(jnp.abs(amax))), 0.0]
+
+
+def test_a_step_quantizes_kernels_once_and_activations_in_each_microbatch():
+    recipe = RECIPES["current"]
+    x, w, _ = operands()
+
+    def step(w, xs):
+        kernel = ub.fp8.quantize_params(w, recipe, axis_name="tp")
+
+        def microbatch(main_grad, x):
+            def loss(main_grad):
+                y = ub.matmul_reduce_scatter(
+                    x, kernel, axis_name="tp", fp8=recipe, main_grad=main_grad
+                )
+                return jnp.sum(y.astype("float32") ** 2)
+
+            return jax.grad(loss)(main_grad), None
+
+        zeros = jnp.zeros_like(w, "float32")
+        return lax.scan(microbatch, zeros, xs)[0]
+
+    xs = jnp.stack([x, integers(3, x.shape)])
+    specs = ROWS, P(None, None, "tp")
+    text = compiled_text(on_ranks(step, tp_mesh(2), specs, ROWS), w, xs)
+    # The engine agrees on the scale of w, and in the loop on those of x and dy.
+    loop = re.search(r"body=(%?[\w.\-]+)", text)[1]
+    body = next(c for c in text.split("\n\n") if c.strip().startswith(loop))
+    assert (scale_calls(body), scale_calls(text)) == (2, 3)
 
 
 @pytest.mark.parametrize("mode", MODES)

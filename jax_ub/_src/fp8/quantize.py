@@ -141,7 +141,7 @@ def quantize_layer(
     rhs_transposed: bool,
     shards: KernelShards | None = None,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Quantizes a layer's kernels, and its activations unless they are FP8 already.
+    """Quantizes a layer's kernels, if any, and its activations unless they are FP8.
 
     All `ranks` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
@@ -152,21 +152,22 @@ def quantize_layer(
     axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
         qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)
-        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
+        ws = ws and _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
+        return (*qs, x)[0], ws
     if not isinstance(recipe, Float8CurrentScaling):
         role, contracted = (INPUT, 1) if rhs_transposed else (KERNEL, 0)
         if shards is not None and shards.dim != contracted:
             axes = ()
         qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
         return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w, axes) for w in ws)
-    maxima = [_maximum_over(axes, _amax_of_all(ws))]
+    maxima = [_maximum_over(axes, _amax_of_all(ws))] if ws else []
     if xs:
         maxima.append(_amax_of_all(xs))
     amax = _agreed_maxima(ranks, maxima)
-    scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     if xs:
-        scale_of_x = current_scale(amax[1], recipe, INPUT)
+        scale_of_x = current_scale(amax[-1], recipe, INPUT)
         x = _cast(recipe, INPUT, x, _like(scale_of_x, x))
+    scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     return x, tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
 
 

@@ -24,11 +24,10 @@ from jax_ub._src.rules.forward import (
 from jax_ub._src.rules.operands import (
     as_row,
     as_tuple,
-    by_name,
+    check_all_scaled,
     check_operands,
     claim_fp8_state,
     claim_main_grads,
-    have_scales,
     pcast_main_grad,
     pcast_operands,
     result_sharding,
@@ -75,6 +74,7 @@ def linear(  # noqa: PLR0913, pinned
     `x` and `w` may both be FP8, as `ub.ScaledArray`s. The gradients arrive in their
     sources. With `fp8`, the layer quantizes `x`, `w` and the gradient of the result,
     all passes multiply FP8 operands, and gradients arrive in the dtypes of `x` and `w`.
+    Then `w` may be FP8 already, quantized once for several calls.
     If a recipe has one scale per tensor, all ranks have the same. The residuals of the
     backward pass are FP8, with the checkpoint names "jax_ub.x" and "jax_ub.w".
 
@@ -443,7 +443,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     shapes.check_flag(label, "rhs_transposed", rhs_transposed)
     is_tuple = config.mode.gathers_x and isinstance(w, tuple)
     ws: Any = w if is_tuple else (w,)
-    have_scales(label, **by_name(x, ws))
+    check_all_scaled(label, x, ws, has_recipe=fp8 is not None)
     config, scope = with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,

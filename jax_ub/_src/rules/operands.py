@@ -68,6 +68,9 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         kernel = config.kernel(values_of(w))
         if is_scaled(x):
             check_scaled(config, x, w)
+        elif is_scaled(w):  # a recipe quantizes x; then both are checked
+            shapes.check_float(label, x=x)
+            shapes.check_kernel(label, "w", kernel)
         else:
             shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
         shapes.check_contraction(
@@ -147,6 +150,19 @@ def have_scales(label: str, **operands: Any) -> bool:
     raise ShapeContractError(
         f"{label}: {fp8} is FP8, {wide[0]} is {dtype}. Quantize both or neither."
     )
+
+
+def check_all_scaled(
+    label: str, x: Any, ws: tuple[Any, ...], *, has_recipe: bool
+) -> None:
+    """Raises an error if only some operands of a layer are FP8.
+
+    With a recipe, which quantizes x, the kernels may be FP8.
+    """
+    operands = by_name(x, ws)
+    if has_recipe:
+        have_scales(label, x=operands.pop("x"))
+    have_scales(label, **operands)
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8.quantize import quantize_arrays, quantize_layer
 from jax_ub._src.fp8.recipes import (
     INPUT,
+    KERNEL,
     OUTPUT_GRAD,
     ROLES,
     MXFP8BlockScaling,
@@ -34,7 +35,7 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, row_forward
-from jax_ub._src.rules.operands import by_name, is_per_row
+from jax_ub._src.rules.operands import by_name, check_scaled, is_per_row
 from jax_ub._src.rules.vjp import differentiable, save, whole_kernels
 from jax_ub._src.scaled_array import (
     MXFP8_BLOCK,
@@ -153,7 +154,8 @@ def quantized(
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
     """Quantizes a layer's operands to FP8 by its recipe, `config.fp8`, if it has one.
 
-    `roles` are those of the state. Without "input", x is FP8 already.
+    `roles` are those of the state. Without "input", x is FP8 already. Kernels may be
+    FP8 already, too; then their state does not change.
 
     Returns:
         x, the kernels, and the last operands of the layer's function: the state for the
@@ -178,6 +180,11 @@ def quantized(
         # have different scales of x.
         del wide["x"]
         agreed.discard("x")
+    given = ws if all(map(is_scaled, ws)) else ()
+    if given:
+        # The caller has quantized the kernels, once for several calls.
+        wide = {name: operand for name, operand in wide.items() if name == "x"}
+        agreed.discard("w")
     for name, operand in wide.items():
         if is_scaled(operand):
             raise ShapeContractError(
@@ -190,11 +197,14 @@ def quantized(
         config.collective,
         recipe,
         x,
-        ws,
+        () if given else ws,
         state,
         rhs_transposed=config.rhs_transposed,
         shards=config.shards,
     )
+    ws = given or ws
+    for w in given:
+        _check_given_kernel(config, x, w)
     _check_ranks(config)
     x, ws = _with_scalar_scales(config, x, ws, agreed)
     # The forward pass reads the arrays that `checkpoint_name` returns. If a policy of
@@ -204,6 +214,18 @@ def quantized(
     ws = tuple(_named(config, "w", w) for w in ws)
     of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}
     return x, ws, (of_gradients or None,)
+
+
+def _check_given_kernel(config, x, w):
+    """Raises an error if an FP8 kernel of the caller does not fit a layer's recipe."""
+    dtype = config.fp8.fp8_format.dtype(KERNEL)
+    if w.dtype != dtype:
+        raise ShapeContractError(
+            f"{config.label}: w is {w.dtype}, but kernels of "
+            f"{type(config.fp8).__name__} are {dtype}. Quantize w with role="
+            '"kernel".'
+        )
+    check_scaled(config, x, w)
 
 
 def with_whole_blocks(
@@ -219,6 +241,8 @@ def with_whole_blocks(
     """
     shards = config.shards
     if shards is None or not isinstance(config.fp8, MXFP8BlockScaling):
+        return config, ws
+    if is_scaled(ws[0]):
         return config, ws
     has_whole_blocks = ws[0].shape[shards.dim] % MXFP8_BLOCK == 0
     if has_whole_blocks or shards.dim != config.contracted_dim:
