@@ -24,13 +24,8 @@ from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.parallel import COLUMN
 from jax_ub._src.retrofit.selection import DOT_GENERAL, Product, why_intercepted
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
-from jax_ub._src.sharding.sharded_linear import (
-    as_matrix,
-    merge_features,
-    sharded_linear,
-    split_features,
-    with_output_sharding,
-)
+from jax_ub._src.sharding.matrices import as_matrix, merge_features, split_features
+from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason, spec_over
 
 _NO_MESH = (

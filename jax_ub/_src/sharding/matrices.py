@@ -1,0 +1,52 @@
+"""Reshapes activations and kernels of several dimensions to matrices, and back."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+
+def merge_features(x: jax.Array, num_dims: int) -> jax.Array:
+    """Merges the last `num_dims` dimensions of an array into one."""
+    lead = x.ndim - num_dims
+    x = _sharded_only_along(x, range(lead + 1))
+    # The merged size is computed, because reshape cannot infer a size of -1 if the
+    # array is empty.
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+
+
+def _sharded_only_along(array, dims):
+    """Replicates an explicitly sharded array along all dimensions except `dims`.
+
+    A JAX reshape cannot merge dimensions of which a later one is sharded.
+    """
+    sharding = jax.typeof(array).sharding
+    spec = [entry if dim in dims else None for dim, entry in enumerate(sharding.spec)]
+    if spec == list(sharding.spec):
+        return array
+    return jax.sharding.reshard(array, sharding.update(spec=P(*spec)))
+
+
+def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
+    """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix."""
+    if kernel.ndim == 2:
+        return kernel
+    kernel = _sharded_only_along(kernel, (0, num_in))
+    ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
+    # The kernel is reshaped in two steps, because with explicit axes a JAX reshape can
+    # merge dimensions in one place only.
+    rows, columns = math.prod(ins), math.prod(outs)
+    return kernel.reshape(rows, *outs).reshape(rows, columns)
+
+
+def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Reshapes y [..., N] to [..., *sizes]; the first of these is sharded like N."""
+    shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return y.reshape(shape)
+    # Without an explicit sharding, JAX would shard another of the new dimensions if the
+    # first one had size 1.
+    spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
+    return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))
