@@ -9,6 +9,7 @@ import pytest
 from covering import covering, nightly
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import (
@@ -22,7 +23,11 @@ from programs import (
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
-from jax_ub.errors import ConfigurationError, ShapeContractError
+from jax_ub.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnsupportedOverlapError,
+)
 from jax_ub.flax import (
     LayerNormLinear,
     LayerNormMLP,
@@ -251,6 +256,146 @@ def test_a_wrong_recipe():
     for layer in (LAYERS["mlp"], LAYERS["column"]):
         with pytest.raises(ConfigurationError, match="fp8 = 'hybrid' is not"):
             layer(rngs=nnx.Rngs(0), fp8="hybrid")
+
+
+def is_kernel(path, _):
+    return "kernel" in jax.tree_util.keystr(path)
+
+
+def given_kernels(recipe, params, states):
+    """Quantizes all kernels, by their states if the recipe has some."""
+    if not isinstance(recipe, FP8.DelayedScaling):
+        return FP8.quantize_params(params, recipe, select=is_kernel)
+    flat = dict(nnx.to_flat_state(params))
+    of_states = dict(nnx.to_flat_state(states))
+    for path, kernel in flat.items():
+        if path[-1] == "kernel":
+            prefix = (*path[:-1], "fp8_state")
+            state = {name: of_states[*prefix, name][...] for name in KERNEL_STATE}
+            state = {**FP8.init_state(recipe), **state}
+            w = ub.quantize(kernel[...], recipe, role="kernel", state=state)
+            flat[path] = kernel.replace(w)
+    return nnx.from_flat_state(flat)
+
+
+KERNEL_STATE = ("kernel_scale", "kernel_amax_history")
+
+
+@covering(name=LAYERS, recipe=["current", "delayed"])
+def test_layers_take_kernels_that_are_quantized_already(name, recipe):
+    """Results, gradients and states are those of layers that quantize their kernels.
+
+    If the layer quantizes the kernels of query, key and value, they have one scale.
+    """
+    recipe, has_other_scales = RECIPES[recipe], name in ("attention", "transformer")
+    with jax.set_mesh(tp_mesh(2)):
+        model = LAYERS[name](rngs=nnx.Rngs(0), fp8=recipe)
+        graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
+
+        def loss(params, states, is_given):
+            if is_given:
+                params = given_kernels(recipe, params, states)
+            y = nnx.merge(graph, params, states)(X)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+        (wanted, gradients), (found, of_given) = (
+            step(params, states, is_given) for is_given in (False, True)
+        )
+    rtol = 0.1 if has_other_scales else 1e-5
+    assert relative_error(found, wanted) < rtol
+    assert relative_error(of_given[0], gradients[0]) < rtol
+    if recipe is RECIPES["delayed"]:
+        new, old = (dict(nnx.to_flat_state(of[1])) for of in (of_given, gradients))
+        for path in new:
+            if not {"key", "value", "query"} & {*path}:
+                np.testing.assert_allclose(new[path][...], old[path][...], rtol=rtol)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
+    recipe = RECIPES["current"]
+    with jax.set_mesh(tp_mesh(2)):
+        if library == "nnx":
+            graph, params = nnx.split(LAYERS["mlp"](rngs=nnx.Rngs(0), fp8=recipe))
+        else:
+            model = linen.LayerNormMLP(64, 128, fp8=recipe)
+            params = model.init(jax.random.key(0), X)
+
+        def loss(params, x):
+            if library == "nnx":
+                return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+            return jnp.mean(model.apply(params, x) ** 2)
+
+        def step(params, xs):
+            given = FP8.quantize_params(params, recipe, select=is_kernel)
+
+            def microbatch(total, x):
+                gradients = jax.grad(loss)(given, x)
+                gradients = jax.tree.map(
+                    lambda g: g.source if isinstance(g, ub.ScaledArray) else g,
+                    gradients,
+                    is_leaf=lambda g: isinstance(g, ub.ScaledArray),
+                )
+                return jax.tree.map(jnp.add, total, gradients), None
+
+            return jax.lax.scan(microbatch, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+        xs = jnp.stack([X, 2 * X, X])
+        run = jax.jit(step)
+        text = compiled_text(run, params, xs)
+        found = run(params, xs)
+        total = jax.jit(lambda params: sum(loss(params, x) for x in xs))
+        wanted = jax.grad(total)(params)
+    assert relative_error(found, wanted) < 0.02
+    # Kernels [64, 128 / 2] and [128 / 2, 64].
+    casts = re.findall(r"= f8e4m3fn\[64,64\]\S* convert\(", text)
+    body = re.search(r"body=(%?[\w.\-]+)", text)[1]
+    (loop,) = (c for c in text.split("\n\n") if c.strip().startswith(f"{body} "))
+    assert len(casts) == 2
+    assert not re.findall(r"= f8e4m3fn\[64,64\]\S* (convert|fusion)\(", loop)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type):
+    recipe, axis_types = RECIPES["current"], (getattr(AxisType, axis_type),) * 2
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axis_types)
+    with jax.set_mesh(mesh):
+        graph, params = nnx.split(Pair(fp8=recipe, fsdp_axes="dp"))
+        x = jax.device_put(normal(0, (4, 32, 64)), P("dp", "tp"))
+
+        def loss(params, is_given):
+            if is_given:
+                params = FP8.quantize_params(params, recipe)
+            return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+        step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+        wanted, found = (step(params, is_given) for is_given in (False, True))
+    assert relative_error(found[0], wanted[0]) < 1e-5
+    assert relative_error(found[1], wanted[1]) < 1e-5
+
+
+def test_a_layer_with_given_kernels_is_not_exported_with_symbolic_sizes():
+    recipe = RECIPES["current"]
+    with jax.set_mesh(tp_mesh(2)):
+        graph, params = nnx.split(LAYERS["column"](rngs=nnx.Rngs(0), fp8=recipe))
+        given = FP8.quantize_params(params, recipe)
+        (tokens,) = jax.export.symbolic_shape("2*n")
+        x = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
+        function = jax.jit(lambda x: nnx.merge(graph, given)(x))
+        text = "once for each size, or pass the arrays that were quantized"
+        with pytest.raises(UnsupportedOverlapError, match=text):
+            jax.export.export(function)(x)
+
+
+def test_a_given_kernel_has_one_scale():
+    text = r"kernel is a ub\.ScaledArray with scales of shape \(1, 64\), but a layer ta"
+    with jax.set_mesh(tp_mesh(2)):
+        recipe = RECIPES["row"]
+        graph, params = nnx.split(LAYERS["row"](rngs=nnx.Rngs(0), fp8=recipe))
+        params = FP8.quantize_params(params, recipe)
+        with pytest.raises(ShapeContractError, match=text):
+            nnx.merge(graph, params)(X)
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         """
         arrays = [inputs_q]
         if isinstance(self.query, Linear):  # the user may have replaced it
-            self.query._check_parameters()
-            arrays.insert(0, self.query.kernel[...])
+            arrays.insert(0, self.query._kernel_values())
         self.core.check_heads(self.num_heads, self.num_kv_heads, *arrays)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)

@@ -20,12 +20,14 @@ from jax_ub._src.flax.options import (
     FixedArguments,
     LinearOptions,
     as_sizes,
-    check_not_quantized,
+    check_quantized,
     read_sizes,
     userbuffers_name,
+    with_source,
 )
 from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
+from jax_ub._src.scaled_array import is_scaled, source_of, values_of
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 from jax_ub._src.sharding.specs import check_context
@@ -335,26 +337,35 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
         checks.check_array(self.sharding_layout.op, "x", inputs)
-        self._check_parameters()
-        bias = None if self.bias is None else self.bias[...]
-        given = (inputs, self.kernel[...], bias)
+        kernel, bias = self._checked_parameters()
+        given = (inputs, source_of(kernel), bias)
         arguments.check(self.sharding_layout.op, promote_dtype=self.promote_dtype)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
         main_grad = None if self.main_grad is None else self.main_grad[...]
         state = None if self.fp8_state is None else self.fp8_state.arrays()
-        promoted = arguments.promoted(self.sharding_layout.op, promote, given)
+        x, source, bias = arguments.promoted(self.sharding_layout.op, promote, given)
+        operands = (x, with_source(kernel, source), bias, main_grad, state)
         num_in = len(as_sizes(self.in_features))
         options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
-        return self._call_layout(), (*promoted, main_grad, state), options
+        return self._call_layout(), operands, options
 
-    def _check_parameters(self) -> None:
-        """Raises an error if the kernel or the bias is an FP8 array."""
-        values = {
-            name: value.get_value() if isinstance(value, nnx.Variable) else value
-            for name, value in (("kernel", self.kernel), ("bias", self.bias))
-        }
-        # Before Flax indexes them.
-        check_not_quantized(self.sharding_layout.op, **values)
+    def _checked_parameters(self) -> tuple[Any, Any]:
+        """Returns kernel and bias; raises an error if they are FP8 but must not be."""
+        kernel, bias = (
+            each.get_value() if isinstance(each, nnx.Variable) else each
+            for each in (self.kernel, self.bias)
+        )
+        layout = self.sharding_layout
+        check_quantized(layout.op, layout.fp8, kernel, bias)
+        # Flax gives an array, but no ScaledArray, by indexing.
+        if not is_scaled(kernel):
+            kernel = self.kernel[...]
+        return kernel, None if self.bias is None else self.bias[...]
+
+    def _kernel_values(self) -> jax.Array:
+        """Returns the kernel, or its values if it is FP8."""
+        kernel, _ = self._checked_parameters()
+        return values_of(kernel)
 
     def _call_layout(self):
         """Returns the sharding layout, with FSDP axes from the kernel's metadata.

@@ -20,13 +20,15 @@ from jax_ub._src.flax.options import (
     LinearOptions,
     as_sizes,
     check_flags,
-    check_not_quantized,
+    check_quantized,
     read_sizes,
     userbuffers_name,
+    with_source,
 )
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.primitives import vma
+from jax_ub._src.scaled_array import source_of
 from jax_ub._src.sharding.layout import PickledMeshes, ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
@@ -210,10 +212,11 @@ class Linear(TensorParallel):
         checks.check_rank(layout.op, "x", inputs, 1)
         num_in = self._num_in(inputs.ndim)
         kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
-        check_not_quantized(layout.op, kernel=kernel, bias=bias)
-        given = (inputs, kernel, bias)
+        check_quantized(layout.op, layout.fp8, kernel, bias)
+        given = (inputs, source_of(kernel), bias)
         promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
-        operands = (*arguments.promoted(layout.op, promote, given), *others)
+        x, source, bias = arguments.promoted(layout.op, promote, given)
+        operands = (x, with_source(kernel, source), bias, *others)
         return layout, operands, {"num_in": num_in}
 
     @nn.compact

@@ -22,7 +22,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
-from jax_ub._src.scaled_array import is_scaled
+from jax_ub._src.scaled_array import ScaledArray, is_scaled
 from jax_ub._src.sharding.layout import resolve_parallel
 
 
@@ -79,19 +79,34 @@ def check_flags(op: str, options: LinearOptions) -> None:
     )
 
 
-def check_not_quantized(op: str, **parameters: Any) -> None:
-    """Raises an error if a parameter of a layer is FP8, as `quantize_params` returns.
+def check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
+    """Raises an error if a layer's bias is FP8, or its kernel and there is no recipe.
 
-    The layers quantize their kernels themselves, and neither Flax nor `promote_dtype`
-    takes a `ScaledArray`.
+    With a recipe, the kernel may come from `quantize_params`. It then has one scale per
+    tensor, because scales of rows or blocks would be sharded.
     """
-    for name, parameter in parameters.items():
+    if is_scaled(kernel) and fp8 is not None:
+        if kernel.scaling != "tensor":
+            raise ShapeContractError(
+                f"{op}: kernel is a ub.ScaledArray with scales of shape "
+                f"{kernel.scales.shape}, but a layer takes one scale. Pass "
+                "kernel.source, which the layer quantizes itself."
+            )
+        kernel = None
+    for name, parameter in (("kernel", kernel), ("bias", bias)):
         if is_scaled(parameter):
             raise ShapeContractError(
                 f"{op}: {name} is a ub.ScaledArray, but a layer takes the array that "
                 f"was quantized. Pass {name}.source; with fp8=recipe, the layer "
                 "quantizes its kernel itself."
             )
+
+
+def with_source(kernel: Any, source: Any) -> Any:
+    """Returns the cast kernel of a layer; if `kernel` is FP8, it gets a cast source."""
+    if not is_scaled(kernel):
+        return source
+    return ScaledArray(kernel.values, kernel.scales, source)
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:

@@ -152,8 +152,9 @@ def quantize_layer(
     axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
         qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)
-        ws = ws and _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
-        return (*qs, x)[0], ws
+        return (*qs, x)[0], (
+            _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes) if ws else ()
+        )
     if not isinstance(recipe, Float8CurrentScaling):
         role, contracted = (INPUT, 1) if rhs_transposed else (KERNEL, 0)
         if shards is not None and shards.dim != contracted:

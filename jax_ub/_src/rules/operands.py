@@ -283,7 +283,7 @@ def pcast_operands(tree: Any, axes: Any) -> Any:
 
 
 def claim_main_grads(
-    op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]
+    op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array | ScaledArray]
 ) -> None:
     """Raises an error if a gradient accumulator does not fit its kernel, or is reused.
 

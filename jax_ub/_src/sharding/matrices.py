@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
 def merge_features(x: jax.Array, num_dims: int) -> jax.Array:
@@ -29,8 +32,15 @@ def _sharded_only_along(array, dims):
     return jax.sharding.reshard(array, sharding.update(spec=P(*spec)))
 
 
-def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
-    """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix."""
+def as_matrix(kernel: Any, num_in: int) -> Any:
+    """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix.
+
+    If it is FP8, it has one scale, which becomes a scalar.
+    """
+    if is_scaled(kernel):
+        values = as_matrix(kernel.values, num_in)
+        source = None if kernel.source is None else as_matrix(kernel.source, num_in)
+        return ScaledArray(values, kernel.scales.reshape(()), source)
     if kernel.ndim == 2:
         return kernel
     kernel = _sharded_only_along(kernel, (0, num_in))

@@ -29,6 +29,7 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules.linear import parallel_linear
 from jax_ub._src.rules.operands import as_row, claim_fp8_state, claim_main_grads
 from jax_ub._src.runtime import registry
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.matrices import as_matrix, merge_features, split_features
 from jax_ub._src.sharding.specs import (
@@ -40,6 +41,7 @@ from jax_ub._src.sharding.specs import (
     free_axes,
     indivisible_reason,
     nontrivial_axes,
+    of_scaled,
     reshard,
 )
 
@@ -47,7 +49,7 @@ from jax_ub._src.sharding.specs import (
 def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     layout: ShardingLayout,
     x: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[jax.Array | ScaledArray],
     biases: Sequence[jax.Array | None] | None = None,
     main_grads: Sequence[jax.Array | None] | None = None,
     fp8_states: Sequence[Any] | None = None,
@@ -63,7 +65,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
             first output dimension.
         x: activations, `[..., tokens, *in]`; `[*in]` counts as one token.
         kernels: `[*in, *out]` for each layer, or matrices `[out, in]` if
-            `layout.rhs_transposed`. They share one all-gather of x.
+            `layout.rhs_transposed`. They share one all-gather of x. With `layout.fp8`
+            they may be FP8 with one scale each.
         biases: `[*out]` for each kernel; None, or None for each, if there are none.
         main_grads: the f32 accumulators of the kernels' gradients; None like `biases`.
         fp8_states: the states of `layout.fp8`; None like `biases`. Kernels that share
@@ -81,7 +84,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     kernels = tuple(kernels)
     layout, shapes = _with_manual_fsdp(layout, kernels, num_in)
     _check_operands(layout, x, shapes, residual, num_in)
-    mesh = layout.global_mesh(*kernels, x)
+    mesh = layout.global_mesh(*map(values_of, kernels), x)
     if mesh is not None:
         check_context(layout.op, mesh)
     is_exported = checks.has_symbolic_sizes(x)
@@ -144,7 +147,12 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     x_spec, residual_spec = activation_specs(layout, data, x.ndim)
     _, y_spec = activation_specs(layout, batch, x.ndim)
     kernel_spec = layout.kernel_spec
-    specs = (x_spec, kernel_spec, layout.bias_spec, kernel_spec, residual_spec, P())
+    kernel_specs = jax.tree.map(
+        lambda kernel: of_scaled(kernel_spec) if is_scaled(kernel) else kernel_spec,
+        kernels,
+        is_leaf=is_scaled,
+    )
+    specs = (x_spec, kernel_specs, layout.bias_spec, kernel_spec, residual_spec, P())
     # The mesh axes whose ranks have the same kernel shard but different tokens.
     replicas = tuple(name for name in data if name not in layout.fsdp_axes)
     if layout.parallel is None and layout.sequence_parallel:
@@ -266,7 +274,7 @@ def _as_matrices(layout, operands, num_in, out_dtype):
     if is_vector:
         x, addend = as_row((x, addend))
     to_matrix = functools.partial(as_matrix, num_in=num_in)
-    kernels = jax.tree.map(to_matrix, kernels)
+    kernels = tuple(map(to_matrix, kernels))
     biases = jax.tree.map(lambda bias: bias.reshape(-1), biases)
     main_grads = jax.tree.map(to_matrix, main_grads)
     parameters: list[Any] = [kernels, biases, main_grads]
@@ -279,7 +287,7 @@ def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
     """Returns results for an empty x, with the shapes and types of other results."""
     shapes = [(*x.shape[:-1], math.prod(out)) for out in outs]
     ys = [jnp.zeros(shape, out_dtype or x.dtype) for shape in shapes]
-    ys = vma.pcast_varying(ys, vma.axes_of(x, *kernels))
+    ys = vma.pcast_varying(ys, vma.axes_of(x, *map(values_of, kernels)))
     if mesh is not None and explicit_axes(mesh):
         layout, _ = _fitted_layout(layout, mesh, x)
         _, spec = activation_specs(layout, batch_axes(layout, mesh, x), x.ndim)
@@ -300,7 +308,8 @@ def _check_needs_no_mesh(layout):
 
 def _typed_layout(layout, mesh, kernels, num_in):
     """Checks the kernels' shardings; returns the layout with their FSDP axes."""
-    specs = [layout.in_out(jax.typeof(kernel).sharding.spec) for kernel in kernels]
+    values = map(values_of, kernels)
+    specs = [layout.in_out(jax.typeof(array).sharding.spec) for array in values]
     layout = layout.with_fsdp_of(specs[0], mesh, num_in)
     for kernel, spec in zip(kernels, specs, strict=True):
         # The ranks must divide the first in and out dimensions, not only the merged
@@ -390,6 +399,9 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         f"x {operands[0].shape} is exported with symbolic sizes, which jax cannot find "
         f"{where}; export it once for each size"
     )
+    if any(map(is_scaled, jax.tree.leaves(operands[1], is_leaf=is_scaled))):
+        where, other = "with FP8 kernels", "pass the arrays that were quantized"
+        raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     if is_explicit or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     *others, state = operands

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub._src.checks import axis_tuple, round_up
 from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.scaled_array import ScaledArray
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
 
@@ -148,8 +149,13 @@ def check_context(op: str, mesh: AnyMesh) -> None:
         )
 
 
-def reshard(mesh: AnyMesh, specs: Sequence[P], operands: Sequence[Any]) -> list[Any]:
-    """Reshards each tree of arrays to its spec, as explicit mesh axes require.
+def of_scaled(spec: P) -> Any:
+    """Returns the specs of an FP8 array with one scale, which is replicated."""
+    return ScaledArray.tree_unflatten(None, (spec, P(), spec))
+
+
+def reshard(mesh: AnyMesh, specs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Reshards each tree of arrays to its specs, as explicit mesh axes require.
 
     `shard_map` reshards its operands over automatic axes by itself, but rejects
     operands that are sharded differently over explicit axes.
@@ -157,10 +163,13 @@ def reshard(mesh: AnyMesh, specs: Sequence[P], operands: Sequence[Any]) -> list[
     explicit = explicit_axes(mesh)
     if not explicit:
         return list(operands)
-    resharded = []
-    for spec, operand in zip(specs, operands, strict=True):
+
+    def resharded(spec, arrays):
         sharding = NamedSharding(mesh, spec_over(spec, explicit))
-        resharded.append(
-            jax.tree.map(lambda x, to=sharding: jax.sharding.reshard(x, to), operand)
-        )
-    return resharded
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), arrays)
+
+    # A spec is that of all arrays at its place in the tree.
+    return [
+        jax.tree.map(resharded, spec, operand)
+        for spec, operand in zip(specs, operands, strict=True)
+    ]
