@@ -21,16 +21,19 @@ FUSED = [
 ]
 SAME = [
     "primitives",
+    "fp8/test_ranks.py",
     *FUSED,
     *(
         f"rules/test_{name}.py"
         for name in (
             "all_gather_matmul",
+            "fp8_linear",
             "linear",
             "many_calls",
             "random_models",
             "random_programs",
             "scaled_linear",
+            "scaled_transformations",
             "summed_matmuls",
             "wire",
         )

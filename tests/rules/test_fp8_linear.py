@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
+from layouts import whole
 from operands import assert_equal, normal
 from programs import (
     calls,
@@ -112,6 +113,7 @@ def test_gradients_by_a_configured_method(method, recipe):
     names = {"qkv_dgrad": {"method": method}}
     if method == "bulk":
         names["qkv_wgrad"] = {"method": "bulk"}
+    ub.destroy_ub()  # in several processes, `tp_mesh` has initialized the axis
     ub.initialize_ub((1024, 128), 2, ub_cfgs=names, mesh=mesh)
     function = on_tp(COLUMN, layer(COLUMN, RECIPES[recipe], ub_name="qkv"), 2)
     values = operands(num_features=FEATURES[recipe])
@@ -144,7 +146,7 @@ def test_ranks_whose_values_differ_10000_fold_equal_one_rank(mode, recipe):
 
     def close(found, left, right, addend=0.0):
         bound = 150 * 2.0**-24 * (np.abs(left) @ np.abs(right) + np.abs(addend))
-        assert np.all(np.abs(left @ right + addend - np.asarray(found)) <= bound)
+        assert np.all(np.abs(left @ right + addend - whole(found)) <= bound)
 
     y, (dx, dw, db) = found
     close(y, a, kernel, np.asarray(b))
@@ -256,6 +258,29 @@ def test_a_policy_saves_fp8_residuals_by_name():
     assert casts("jax_ub.x", "jax_ub.w") == 2
     assert casts("jax_ub.x") == 3
     assert casts() == 4
+
+
+E4M3 = FP8.Float8CurrentScaling(fp8_format=FP8.Format.E4M3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of_gradients"),
+    [
+        (CURRENT, 0.059),
+        (E4M3, 0.037),
+        (FP8.MXFP8BlockScaling(), 0.037),
+        (FP8.RowwiseScaling(), 0.037),
+    ],
+)
+def test_errors_of_the_documentation(recipe, of_gradients):
+    x, w, dy = (normal(seed, (256, 256)) for seed in range(3))
+    wanted = x @ w, dy @ w.T, x.T @ dy
+    y, backward = jax.vjp(functools.partial(ub.linear, fp8=recipe), x, w)
+    for found, exact, documented in zip(
+        (y, *backward(dy)), wanted, (0.037, of_gradients, of_gradients), strict=True
+    ):
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert abs(error - documented) < 0.002
 
 
 @pytest.mark.parametrize("policy", ["names", "everything"])
