@@ -7,8 +7,8 @@ no peers to wait for.
 
 Operands are small integers, so the results must be equal to products of numpy. Failures
 are printed, and the remaining ops are still run. Also runs on a CPU, with the same
-programs. With --fp8, only FP8 operands are multiplied, and the times of the ops are
-compared with those of bf16 operands.
+programs. With --fp8, only FP8 operands are multiplied, casts to FP8 are compared with
+ml_dtypes, and the times of the ops with those of bf16 operands.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub._src import lowering_log
+from jax_ub._src.scaled_array import cast
 
 SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")
@@ -73,6 +74,7 @@ def check_all(short):
 
 
 def check_all_fp8(short):
+    yield from check_casts()
     for sizes in FP8_SIZES[: 2 if short else None]:
         for dtypes in FP8_PAIRS:
             yield from check_fp8(*dtypes, *sizes)
@@ -128,6 +130,29 @@ def check_fp8(dy_dtype, dtype, M, K, N):
         [put(x, dtype, 4), put(dy, dy_dtype, 0.5), jax.device_put(main_grad)],
         main_grad + 2 * (x.T @ dy),
     )
+
+
+def check_casts():
+    """Compares casts to FP8 with ml_dtypes: all bf16 numbers, and ties between codes.
+
+    XLA converts on GPUs by other instructions than on CPUs.
+    """
+    every_bf16 = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    for dtype in map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")):
+        finite = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+        finite = np.unique(finite[np.isfinite(finite)])
+        ties = (finite[1:] + finite[:-1]) / 2
+        around = (np.nextafter(ties, np.float32(to)) for to in (-np.inf, np.inf))
+        x = np.concatenate([every_bf16.astype(np.float32), ties, *around])
+        largest = float(jnp.finfo(dtype).max)
+        wanted = np.clip(x, -largest, largest).astype(dtype)
+        found = np.asarray(cast(jax.device_put(x), np.ones(1, np.float32), dtype))
+        is_nan = np.isnan(x)
+        same = np.where(is_nan, np.isnan(found.astype(np.float32)), found == wanted)
+        signs = [np.signbit(each.astype(np.float32)) for each in (found, wanted)]
+        same &= is_nan | (signs[0] == signs[1])
+        if not np.all(same):
+            yield f"wrong: casts to {dtype} of {x[~same][:8].tolist()}"
 
 
 def compare_times():
