@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
@@ -86,6 +87,44 @@ def test_recorded_steps_of_aggregated_chunks_are_those_of_the_schedule():
         assert [(s.kind, s.chunk) for s in spans if s.rank == rank] == [
             (s.kind, s.chunk) for s in steps
         ]
+
+
+def traced_linear(parallel, **options):
+    """Returns the recorded calls of a linear layer of bf16 arrays on two ranks."""
+    ranks, features = P("tp"), P(None, "tp")
+    specs, out = {
+        "column": ((ranks, features), features),
+        "row": ((features, ranks), ranks),
+    }[parallel]
+    layer = on_ranks(
+        lambda x, w: ub.linear(x, w, parallel=parallel, axis_name="tp", **options),
+        tp_mesh(2),
+        specs,
+        out,
+    )
+    x, w = (np.ones((32, 32), jnp.bfloat16) for _ in range(2))
+    with ub.trace() as recording:
+        jax.block_until_ready(layer(x, w))
+    return {call.op: call for call in recording.trace.calls}
+
+
+@pytest.mark.parametrize("method", ["direct", "ring_exchange"])
+def test_gathered_fp8_operands_have_one_byte_per_element(method):
+    recipe = ub.fp8.Float8CurrentScaling()
+    for fp8, dtype in ((None, "bf16"), (recipe, "e4m3")):
+        calls = traced_linear("column", fp8=fp8, method=method)
+        assert calls["all_gather_matmul"].operands.startswith(f"{dtype}[16, 32]")
+
+
+@pytest.mark.parametrize("fp8_buf", [False, True])
+def test_fp8_buf_moves_partial_sums_out_of_the_calls_of_the_engine(fp8_buf):
+    """XLA exchanges sums that are sent as FP8, so that the trace has a local GEMM."""
+    cfgs = {"proj_fprop": {"fp8_buf": fp8_buf}}
+    ub.initialize_ub((32, 32), 2, use_fp8=True, ub_cfgs=cfgs, mesh=tp_mesh(2))
+    recipe = ub.fp8.Float8CurrentScaling()
+    calls = traced_linear("row", fp8=recipe, ub_name="proj")
+    assert ("matmul" in calls) == fp8_buf
+    assert ("matmul_reduce_scatter" in calls) != fp8_buf
 
 
 def test_trace_is_written_to_the_given_path(tmp_path):
