@@ -29,7 +29,11 @@ def test_defaults_are_those_of_transformer_engine():
     assert current.fp8_quant_fwd_inp.amax_epsilon == 0.0
     assert not any(map(current.has_power_2_scale, ("input", "kernel", "output_grad")))
     assert FP8.MXFP8BlockScaling() == FP8.MXFP8BlockScaling(
-        margin=0, fp8_format=FP8.Format.E4M3, enable_2d_quantization=False
+        margin=0,
+        fp8_format=FP8.Format.E4M3,
+        enable_2d_quantization=False,
+        fp8_dpa=False,
+        fp8_mha=False,
     )
     assert FP8.RowwiseScaling().fp8_format is FP8.Format.E4M3
 
@@ -99,6 +103,12 @@ UNSUPPORTED = ub.errors.UnsupportedOverlapError
         ),
         ("DelayedScaling", {"fp8_dpa": True}, UNSUPPORTED, "fp8_dpa = True, but atten"),
         ("Float8CurrentScaling", {"fp8_mha": True}, UNSUPPORTED, "fp8_mha = True, but"),
+        (
+            "MXFP8BlockScaling",
+            {"fp8_dpa": True},
+            UNSUPPORTED,
+            "fp8_dpa = True, but att",
+        ),
         (
             "Float8CurrentScaling",
             {"use_power_2_scales": "yes"},

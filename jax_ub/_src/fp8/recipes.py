@@ -234,15 +234,20 @@ class MXFP8BlockScaling(KeywordsChecked):
         margin: exponent that is added to that of every scale.
         fp8_format: formats of forward and backward pass.
         enable_2d_quantization: must be false; blocks of 32 x 32 are not supported.
+        fp8_dpa: must be false; attention runs in the dtype of the model.
+        fp8_mha: must be false, for the same reason.
 
     Raises:
         ConfigurationError: if the format or the margin is invalid.
-        UnsupportedOverlapError: if `enable_2d_quantization` is true.
+        UnsupportedOverlapError: if `enable_2d_quantization`, `fp8_dpa` or `fp8_mha` is
+            true.
     """
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     def __post_init__(self):
         _check_format(self)
@@ -253,6 +258,7 @@ class MXFP8BlockScaling(KeywordsChecked):
                 f"{shown(self.enable_2d_quantization)}, but scales of 32 x 32 blocks "
                 "are not supported. Leave it False."
             )
+        _check_attention(self)
 
 
 @dataclasses.dataclass(frozen=True)
