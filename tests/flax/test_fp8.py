@@ -383,7 +383,7 @@ def test_a_layer_with_given_kernels_is_not_exported_with_symbolic_sizes():
         (tokens,) = jax.export.symbolic_shape("2*n")
         x = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
         function = jax.jit(lambda x: nnx.merge(graph, given)(x))
-        text = "once for each size, or pass the arrays that were quantized"
+        text = "once for each size, or pass the arrays from which the kernels were"
         with pytest.raises(UnsupportedOverlapError, match=text):
             jax.export.export(function)(x)
 

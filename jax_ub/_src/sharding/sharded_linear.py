@@ -400,7 +400,7 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         f"{where}; export it once for each size"
     )
     if any(map(is_scaled, jax.tree.leaves(operands[1], is_leaf=is_scaled))):
-        where, other = "with FP8 kernels", "pass the arrays that were quantized"
+        other = "pass the arrays from which the kernels were quantized"
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     if is_explicit or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
