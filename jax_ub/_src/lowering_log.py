@@ -98,9 +98,9 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why several ranks compute the same values in the code being traced.
+    """Returns the reason of the enclosing `replicating`, or "" if there is none.
 
-    It is the reason of the enclosing `replicating`, or "" if there is none.
+    The reason says why several ranks compute the same values in the traced code.
     """
     return _REPLICATED.get()
 

@@ -29,8 +29,8 @@ struct StreamResources {
 
 CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 
-// The device that enqueues one call. During its lifetime, its CUDA context is current,
-// and no other call uses its lanes.
+// Enqueues the work of one call on the streams of a GPU. During the lifetime of the
+// object, the GPU's CUDA context is current, and no other call uses the same lanes.
 class StreamDevice : public CudaDevice {
  public:
   // Enqueues work on `lanes`, after the work that XLA's stream, `stream`, already has.

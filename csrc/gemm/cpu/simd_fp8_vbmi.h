@@ -55,9 +55,9 @@ inline void PairsOfFp8(__m512i codes, Vec& first, Vec& second) {
   second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
 }
 
-// Converts 64 FP8 numbers, which `order` permutes, to f32. The bf16 numbers that
-// PairsOfFp8 returns become words[0] (lower, first), words[1] (upper, first), words[2]
-// and words[3].
+// Permutes 64 FP8 numbers by `order` and converts them to f32, by PairsOfFp8, which
+// returns two vectors of bf16 pairs: words[0] and words[1] are the lower and the upper
+// numbers of the pairs in `first`, words[2] and words[3] those of the pairs in `second`.
 template <DType kDType>
 inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
   Vec pairs[2];

@@ -89,9 +89,9 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *entry;
 }
 
-// A process writes to two records in turn, so it overwrites no record that peers may
-// read: peers read the record of `call` between Barrier(call, 0) and Barrier(call + 1,
-// 0), and the next write to this record is for call + 2, which begins later.
+// Each process has two records, for even and odd calls. Peers read the record of `call`
+// before Barrier(call + 1, 0), and the process writes to the same record again in
+// call + 2, after this barrier. So no record is overwritten while a peer reads it.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {

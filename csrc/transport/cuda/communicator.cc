@@ -113,8 +113,8 @@ bool CudaCommunicator::KnowsCauseOf(const ErrorRecord& record) {
          (calls_.contains(record.tag) && calls_.contains(record.other_tag));
 }
 
-// Waits for a short time for the cause of a failure. Returns false if the time since the
-// first wait has exceeded kFailedPatienceS.
+// Sleeps for kCheckInterval, in which the cause of a failure may arrive, and returns true.
+// Returns false at once if kFailedPatienceS have passed since the first call.
 bool CudaCommunicator::AwaitCause() {
   {
     std::lock_guard lock(mutex_);

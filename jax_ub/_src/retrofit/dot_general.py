@@ -331,7 +331,7 @@ class DotGeneral:
         return layout.fitted(mesh, contraction.features)
 
     def _operands(self, lhs, contraction):
-        """Returns the sharding layout, x [*lead, K], and the kernel as a matrix."""
+        """Returns the sharding layout, x as [*lead, K], and the kernel as [K, N]."""
         kernel, num_in = contraction.kernel, contraction.num_in
         mesh = self.sharding_layout.global_mesh(kernel, lhs)
         layout = self._layout(mesh, contraction)
@@ -365,10 +365,10 @@ def _why_not_dense(lhs, rhs, contraction, out_dtype):
 
 
 def _whole_features(lhs, contraction):
-    """Returns the sharding of the result of a row-parallel layer on an explicit mesh.
+    """Returns the result's sharding for a row-parallel layer, with whole features.
 
-    The leading dimensions are sharded as in x, and the features are replicated. With
-    automatic axes no output sharding is needed, and None is returned.
+    The leading dimensions are sharded as in x, and the features are replicated. The
+    result is None if the mesh has no explicit axes, which need an output sharding.
     """
     sharding = jax.typeof(lhs).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:

@@ -49,7 +49,7 @@ class Barriers(Candidate):
 
 
 def barrier(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the benchmark case of a barrier of jax_ub's engine, without peers."""
+    """Returns the case that times a barrier of the engine. XLA has none to compare."""
     (connection,) = communicators.connections()
     seconds = connection.communicator.barrier_seconds
     barriers = Barriers(cases.OWN, seconds, [_NUM_BARRIERS])

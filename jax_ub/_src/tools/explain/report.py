@@ -280,7 +280,7 @@ def find_hardware(hardware: HardwareLike) -> Hardware:
 
 
 def _checked_rate(key, value) -> str | int | float:
-    """Returns a field of `Hardware` as a Python string or number."""
+    """Checks a field of `Hardware`; returns its value as a Python string or number."""
     is_rate = key.endswith(("_per_s", "_share"))
     if key == "name":
         kind, is_valid = "a string", isinstance(value, str)

@@ -160,9 +160,10 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns, for each basic operation, the operation (fused or itself) that runs it.
+    """Returns (start, op) for each basic operation.
 
-    It is paired with the index of the first basic operation that it runs.
+    `op` is the operation that runs it: a fused operation or itself. `start` is the
+    index of the first basic operation that `op` runs.
     """
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
