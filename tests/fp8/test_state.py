@@ -90,6 +90,17 @@ def test_an_amax_that_is_no_number_keeps_the_scale(amax):
     assert float(quantized.scales[0, 0]) == scale_of(8.0)
 
 
+@pytest.mark.parametrize("length", [2, 4096])
+@pytest.mark.parametrize("amax", [np.inf, np.nan])
+def test_an_amax_of_any_history_that_is_no_number_keeps_the_scale(length, amax):
+    # Flax's histories, which a checkpoint may contain, store NaNs.
+    recipe = FP8.DelayedScaling(amax_history_len=length)
+    history = jnp.full(length, 2.0).at[1].set(amax)
+    state = {**FP8.init_state(recipe), "input_amax_history": history}
+    quantized, _ = step(recipe)(state, jnp.ones((1, 2)))
+    assert float(quantized.scales[0, 0]) == 1.0
+
+
 def test_gradients_have_a_state_and_a_format_of_their_own():
     recipe = FP8.DelayedScaling(amax_history_len=2)
     scales, state = run_steps(recipe, [4.0, 4.0], role="output_grad")

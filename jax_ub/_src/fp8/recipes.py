@@ -378,7 +378,9 @@ def updated_scale(
     if callable(algo):
         amax = _one_number("amax_compute_algo", algo(history))
     else:
-        amax = history[0] if algo == "most_recent" else jnp.max(history)
+        # XLA:CPU's maximum drops NaNs in arrays of at least 4096 elements.
+        known = jnp.where(jnp.isnan(history), jnp.inf, history)
+        amax = known[0] if algo == "most_recent" else jnp.max(known)
     amax = amax.reshape(scale.shape)
     old = 1 / scale
     if recipe.scaling_factor_compute_algo is None:
