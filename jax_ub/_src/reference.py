@@ -95,15 +95,23 @@ def _times(y, *factors):
 def dequantize(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Returns values * scales, for scales per tensor, row or block.
 
-    The product is computed in f32 and rounded to `dtype`.
+    The product is computed in f32 and rounded to `dtype`. In f16, 2^16 becomes the
+    largest number, 65504, instead of infinity, because FP8 rounds the largest f16
+    numbers up to 2^16.
     """
     wide = values.astype(jnp.float32)
     if scales.dtype != jnp.float8_e8m0fnu:
-        return (wide * expanded(scales, values.shape)).astype(dtype)
-    bits = lax.bitcast_convert_type(scales, jnp.uint8)
-    bits = expanded(bits.astype(jnp.int32), values.shape)
-    product = times_power_of_two(wide, bits - _EXPONENT_BIAS)
-    return jnp.where(bits == _E8M0_NAN, jnp.nan, product).astype(dtype)
+        product = wide * expanded(scales, values.shape)
+    else:
+        bits = lax.bitcast_convert_type(scales, jnp.uint8)
+        bits = expanded(bits.astype(jnp.int32), values.shape)
+        product = times_power_of_two(wide, bits - _EXPONENT_BIAS)
+        product = jnp.where(bits == _E8M0_NAN, jnp.nan, product)
+    if dtype == jnp.float16:
+        largest = float(jnp.finfo(dtype).max)
+        clipped = jnp.clip(product, -largest, largest)
+        product = jnp.where(jnp.abs(product) <= 2.0**16, clipped, product)
+    return product.astype(dtype)
 
 
 def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:

@@ -114,7 +114,8 @@ class ScaledArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Returns the array in a wide dtype: `values * scales`, rounded once.
 
-        The result has no gradient with respect to `source`.
+        The result has no gradient with respect to `source`. In f16, 2^16 becomes 65504,
+        because FP8 rounds the largest f16 numbers up to 2^16.
 
         Args:
             dtype: f32, bf16 or f16; None takes the dtype of `source`, or bf16.

@@ -67,6 +67,30 @@ def test_an_e8m0_nan_makes_its_block_nan():
     assert np.all(np.isnan(found[:, 32:]))
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ub.fp8.RowwiseScaling(),
+        ub.fp8.MXFP8BlockScaling(),
+        ub.fp8.Float8CurrentScaling(use_power_2_scales=True),
+        ub.fp8.Float8CurrentScaling(),
+    ],
+)
+def test_the_largest_f16_numbers_stay_finite(recipe):
+    largest = float(jnp.finfo("float16").max)
+    numbers = [largest, -largest, jnp.nan, 2.0]
+    x = jnp.zeros((4, 32), jnp.float16).at[:, 0].set(jnp.array(numbers, "float16"))
+    rows = [ub.quantize(row[None], recipe).dequantize() for row in x]
+    np.testing.assert_array_equal(jnp.concatenate(rows)[:, 0], numbers)
+
+
+def test_numbers_outside_of_f16_become_infinite():
+    x = ub.ScaledArray(jnp.array([1, -1, 1.125], E4M3), jnp.float32(2.0**17))
+    np.testing.assert_array_equal(x.dequantize("float16"), [jnp.inf, -jnp.inf, jnp.inf])
+    x = ub.ScaledArray(jnp.array([1, jnp.inf], E5M2), jnp.float32(2.0**16))
+    np.testing.assert_array_equal(x.dequantize("float16"), [65504, jnp.inf])
+
+
 def test_it_is_a_frozen_pytree_with_named_leaves():
     x = jnp.ones((4, 8))
     array = ub.quantize(x)

@@ -382,6 +382,21 @@ def test_batch_axes_in_front_of_the_rows(recipe):
     assert_exact(function, (x, w, b))
 
 
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_gradients_of_the_largest_f16_numbers_are_finite(recipe):
+    largest = float(jnp.finfo("float16").max)
+    x = jnp.zeros((8, 64), "float16").at[0, 0].set(largest)
+    w = jnp.ones((64, 32), "float16") * 2.0**-10
+
+    @jax.jit
+    @jax.grad
+    def gradient(w):
+        y = ub.linear(*quantized(RECIPES[recipe], x, w, axis_name=None))
+        return jnp.sum(y) * 2.0**-6
+
+    np.testing.assert_array_equal(gradient(w)[0], np.float16(largest * 2.0**-6))
+
+
 def test_the_kernel_gradient_keeps_the_precision_of_its_source():
     x, w, b = operands()
     layer = on_tp(ROW, linear(ROW, CURRENT))
