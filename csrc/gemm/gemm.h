@@ -26,8 +26,8 @@ inline constexpr int kMaxAddends = 7;
 inline constexpr int kMaxFactors = 2;
 
 // A GEMM: C = round(scale * A * B * factors + sum of addends). The sum is multiplied by
-// the product of `scale` and the factors, or by one after the other if a factor differs
-// between rows or columns, or if f32 cannot represent the product. With
+// the product of `scale` and the factors of its row and column, or by one after the
+// other if f32 cannot represent the product as a normal number. With
 // `has_factors_by_k`, each segment of A along K has its own factors, which multiply the
 // sum over this segment.
 //

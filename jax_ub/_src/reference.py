@@ -86,9 +86,20 @@ def _factored(operands, scales, contracted):
 
 
 def _times(y, *factors):
-    for factor in factors:
-        y = y if factor is None else y * with_rank(factor, y.ndim)
-    return y
+    """Multiplies f32 sums by the scales of both operands; None for a scale of 1.
+
+    They are multiplied by the product of the scales, or by one after the other if f32
+    cannot represent the product as a normal number.
+    """
+    if all(factor is None for factor in factors):
+        return y
+    first, second = (jnp.float32(1) if factor is None else factor for factor in factors)
+    first, second = with_rank(first, y.ndim), with_rank(second, y.ndim)
+    product = first * second
+    size = jnp.abs(product)
+    is_normal = (size >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(size)
+    y = y * jnp.where(is_normal, product, first)
+    return y * jnp.where(is_normal, 1, second)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)

@@ -163,11 +163,13 @@ TEST(an_instruction_set_that_is_not_here_is_refused) {
 }
 
 // Returns every element of a product of `m` rows and 64 columns in which all elements of
-// the operands are a and b, multiplied by `factors`.
+// the operands are a and b, multiplied by `factors`. With `by_row_and_column`, the first
+// factor has a copy for each row, and the second one for each column.
 std::vector<float> ProductOf(float a,
                              float b,
                              int64_t m,
-                             const std::vector<float>& factors = {}) {
+                             const std::vector<float>& factors = {},
+                             bool by_row_and_column = false) {
   constexpr int64_t kColumns = 64;
   std::vector<float> results(m * kColumns, 5);
   GemmProblem problem;
@@ -179,7 +181,14 @@ std::vector<float> ProductOf(float a,
   problem.b = {DType::kF32, {0, kColumns}, {0, 1}, {{bytes(b), 0, 1}}};
   auto* const data = reinterpret_cast<std::byte*>(results.data());
   problem.c = {DType::kF32, 1, {0, m}, {0, kColumns}, {{data, kColumns}}};
-  for (const float& factor : factors) problem.factors.push_back({{{&factor, 0, 0}}});
+  std::vector<std::vector<float>> copies;
+  for (const float factor : factors) copies.emplace_back(m + kColumns, factor);
+  for (const std::vector<float>& factor : copies) {
+    const bool is_first = problem.factors.empty();
+    const int64_t row_stride = by_row_and_column && is_first ? 1 : 0;
+    const int64_t column_stride = by_row_and_column && !is_first ? 1 : 0;
+    problem.factors.push_back({{{factor.data(), row_stride, column_stride}}});
+  }
   RunUnits(*PlanGemm(problem, 1));
   return results;
 }
@@ -193,14 +202,17 @@ TEST(subnormal_numbers_count_as_zero) {
 // Factors are multiplied with each other first, unless f32 cannot represent the product.
 TEST(factors_whose_product_overflows_or_underflows_are_exact) {
   for (const int64_t m : {1, 40}) {
-    for (const float x : ProductOf(0x1p50f, 0x1p50f, m, {0x1p-100f, 0x1p-40f})) {
-      CHECK_EQ(x, 0x1p-40f);
-    }
-    for (const float x : ProductOf(0x1p-50f, 0x1p-50f, m, {0x1p100f, 0x1p40f})) {
-      CHECK_EQ(x, 0x1p40f);
-    }
-    for (const float x : ProductOf(0x1p100f, 0x1p20f, m, {0x1p20f, 0x1p-30f})) {
-      CHECK_EQ(x, 0x1p110f);
+    for (const bool by_row_and_column : {false, true}) {
+      const auto check = [&](float a, float b, std::vector<float> factors,
+                             float wanted) {
+        for (const float x : ProductOf(a, b, m, factors, by_row_and_column)) {
+          CHECK_EQ(x, wanted);
+        }
+      };
+      check(0x1p50f, 0x1p50f, {0x1p-100f, 0x1p-40f}, 0x1p-40f);
+      check(0x1p-50f, 0x1p-50f, {0x1p100f, 0x1p40f}, 0x1p40f);
+      check(0x1p100f, 0x1p20f, {0x1p20f, 0x1p-30f}, 0x1p110f);
+      check(0x1p-9f, 0x1p-9f, {0x1p-120f, 0x1p115f}, 0x1p-23f);
     }
   }
 }

@@ -338,6 +338,29 @@ def test_row_scales_of_any_size_multiply_the_f32_sums(mode, method):
         assert np.all(error <= bound[place])
 
 
+@covering(2, method=["direct", "xla"], scaling=["tensor", "row"], exponent=[112, -120])
+def test_a_product_of_scales_is_exact_unless_it_leaves_the_range(
+    method, scaling, exponent
+):
+    shapes = {"tensor": ((), ()), "row": ((8, 1), (1, 4))}[scaling]
+    exponents = exponent, -5 - exponent
+    x_scale, w_scale = (
+        jnp.full(shape, 2.0**e, jnp.float32)
+        for shape, e in zip(shapes, exponents, strict=True)
+    )
+    x = jnp.full((8, 64), 2.0 ** (9 if exponent > 0 else -9), E5M2)
+    w = jnp.full((64, 4), 2.0 ** (8 if exponent > 0 else -9), E4M3)
+
+    def layer(x, w):
+        x, w = ub.ScaledArray(x, x_scale), ub.ScaledArray(w, w_scale)
+        options = {"axis_name": "tp", "method": method, "out_dtype": jnp.float32}
+        return ub.matmul_all_reduce(x, w, **options)
+
+    y = on_ranks(layer, tp_mesh(2), (COLUMNS, ROWS), P())(x, w)
+    wanted = 2.0 ** (17 if exponent > 0 else -18) * 64 * 2.0**-5
+    assert_equal(y, np.full((8, 4), wanted, np.float32))
+
+
 @covering(pair=[(E4M3, E5M2), (E5M2, E4M3)], scaling=["tensor", "mixed"])
 def test_operands_of_two_formats_without_sources(pair, scaling):
     numbers = np.random.default_rng(0).integers(-4, 5, (8, 64))

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -30,9 +31,29 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
-// Multiplies each sum of a row by `scale` and by the factor of its column.
+// Returns whether all products of `scale` and the factors are normal f32 numbers.
+bool AreProductsNormal(float scale, const float* factors, int64_t columns) {
+  constexpr uint32_t kExponentMask = 0x7f800000;
+  uint32_t has_other = 0;
+  for (int64_t c = 0; c < columns; ++c) {
+    const uint32_t bits = std::bit_cast<uint32_t>(scale * factors[c]);
+    const uint32_t exponent = bits & kExponentMask;
+    has_other |= exponent == 0 || exponent == kExponentMask;
+  }
+  return has_other == 0;
+}
+
+// Multiplies each sum of a row by the product of `scale` and the factor of its column,
+// or by one after the other if f32 cannot represent the product as a normal number.
 void ScaleRow(float* sums, int64_t columns, float scale, const float* factors) {
-  for (int64_t c = 0; c < columns; ++c) sums[c] *= scale * factors[c];
+  if (AreProductsNormal(scale, factors, columns)) {
+    for (int64_t c = 0; c < columns; ++c) sums[c] *= scale * factors[c];
+    return;
+  }
+  for (int64_t c = 0; c < columns; ++c) {
+    const float product = scale * factors[c];
+    sums[c] = std::isnormal(product) ? sums[c] * product : sums[c] * scale * factors[c];
+  }
 }
 
 void ScaleRow(float* sums, int64_t columns, float scale) {
@@ -235,18 +256,21 @@ void ResultWriter::ScaleSegmentBlock(int64_t first,
   }
   for (int64_t r = 0; r < block.rows.size(); ++r) {
     float* const row = sums + r * sums_stride;
-    float scale = scale_;
+    float scale = scale_;  // the product of the factors that are not applied yet
     for (const FactorView& factor : factors_) {
       const FactorSegment& segment = factor.segments[first + block.segment];
       const float* from = segment.data + (block.rows.begin + r) * segment.row_stride;
-      if (segment.column_stride == 0) {
-        ScaleRow(row, columns, scale * *from);
-      } else {
+      if (segment.column_stride != 0) {
         ScaleRow(row, columns, scale, from + block.columns.begin);
+        scale = 1;
+      } else if (std::isnormal(scale * *from)) {
+        scale *= *from;
+      } else {
+        ScaleRow(row, columns, scale);
+        scale = *from;
       }
-      scale = 1;
     }
-    if (factors_.empty()) ScaleRow(row, columns, scale);
+    ScaleRow(row, columns, scale);
   }
 }
 
