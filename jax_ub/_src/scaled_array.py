@@ -354,14 +354,13 @@ def _divided_by_blocks(x, scales):
     return reference.times_power_of_two(x.astype(jnp.float32), exponents)
 
 
-@functools.partial(jax.jit, static_argnames="dtype", inline=True)
-def row_scales(amax: jax.Array, dtype) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "least"), inline=True)
+def row_scales(amax: jax.Array, dtype, least: float = _ROW_EPSILON) -> jax.Array:
     """Returns the smallest f32 power of two s with amax / s <= finfo(dtype).max.
 
-    An amax below `_ROW_EPSILON` counts as `_ROW_EPSILON`. The scale of an infinite or
-    NaN amax is 1.
+    An amax below `least` counts as `least`. The scale of an infinite or NaN amax is 1.
     """
-    exponents = _exponents_above(jnp.maximum(amax, _ROW_EPSILON), dtype)
+    exponents = _exponents_above(jnp.maximum(amax, least), dtype)
     scales = reference.times_power_of_two(jnp.ones_like(amax), exponents)
     return jnp.where(jnp.isfinite(amax), scales, 1.0)
 

@@ -160,6 +160,27 @@ def test_the_largest_numbers_stay_finite(dtype):
     assert_close((y, dw[0]), (jnp.full((M, N), 16.0), jnp.full(N, 16.0)), 0.04)
 
 
+def test_the_largest_partial_sums_stay_finite():
+    initialize(2, proj_fprop=WIRE)
+    largest = jnp.finfo("float32").max
+    x, w = (jnp.zeros_like(a) for a in (X, W))
+    x, w = x.at[:, 0].set(largest).at[0, 0].set(-largest), w.at[0].set(1)
+    y = gradients_of(ROW, 2)(x, w, DY)[0]
+    assert_equal(y, jnp.full((M, N), largest).at[0].set(-largest))
+
+
+@pytest.mark.parametrize("mode", [COLUMN, ROW])
+def test_small_numbers_have_the_same_relative_error(mode):
+    initialize(2, qkv_fprop=WIRE, qkv_dgrad=WIRE, proj_fprop=WIRE, proj_dgrad=WIRE)
+    step, small = gradients_of(mode, 2), 2.0**-80
+    x, dy = X.copy(), DY.copy()
+    x[3], dy[5] = 0, 0
+    y, dx, dw = step(x, W, dy)
+    found = step(small * x, W, small * dy)
+    assert_equal(found, (small * y, small * dx, 0 * dw))
+    assert_equal(step(small * x, W, dy)[2], small * dw)
+
+
 def test_bias_residual_batches_several_kernels_and_transposed_kernels():
     initialize(2, qkv_fprop={**WIRE, "method": None}, proj_fprop=WIRE)
     x = normal(3, (3, M, K))

@@ -41,6 +41,8 @@ from jax_ub._src.scaled_array import (
 # Reason, for reports, why partial sums that are sent as FP8 do not overlap with their
 # GEMM.
 BY_ALL_TO_ALL = "its partial sums are sent as FP8, by XLA's all-to-all"
+# The amax of a sent row counts as at least this number, whose e4m3 scale is 2^-126.
+_LEAST_SENT = 2.0**-118
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
@@ -225,8 +227,7 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
         received = lax.all_to_all(sent, execution.axis_name, axis, axis)
         received = lax.bitcast_convert_type(received, rows.dtype)
         partial: Any = unpacked(quantized, received)
-        wide = reference.dequantize(partial.values, partial.scales)
-        return jnp.sum(wide, axis).astype(out_dtype)
+        return jnp.sum(_dequantized(partial, jnp.float32), axis).astype(out_dtype)
 
 
 def _matmul_reduce_scatter(
@@ -297,18 +298,23 @@ def _as_sent(execution: Execution, x: Operand) -> Operand:
 
 def _quantized(x):
     dtype = jnp.float8_e4m3fn
-    scales = row_scales(amax_of(x, (-1,)), dtype)
+    scales = row_scales(amax_of(x, (-1,)), dtype, least=_LEAST_SENT)
     return ScaledArray(cast(x, scales, dtype), scales)
 
 
 def _widened(x: Operand, gathered: Any) -> Any:
-    """Dequantizes all-gathered rows to the dtype of x if they were sent as FP8.
+    """Dequantizes all-gathered rows to the dtype of x if they were sent as FP8."""
+    if is_scaled(x) or not is_scaled(gathered):
+        return gathered
+    return _dequantized(gathered, x.dtype)
+
+
+def _dequantized(received, dtype):
+    """Dequantizes rows that were quantized from `dtype` to be sent as FP8.
 
     The largest numbers of a dtype may be rounded up when they are quantized. They are
     clipped to the range of the dtype, so that they do not become infinite.
     """
-    if is_scaled(x) or not is_scaled(gathered):
-        return gathered
-    rows = reference.dequantize(gathered.values, gathered.scales)
-    largest = float(jnp.finfo(x.dtype).max)
-    return jnp.clip(rows, -largest, largest).astype(x.dtype)
+    rows = reference.dequantize(received.values, received.scales)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(rows, -largest, largest).astype(dtype)
