@@ -5,12 +5,13 @@ import copy
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering
 from flax import linen as nn
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, plain_block
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -252,6 +253,32 @@ def test_whole_kernels_of_stacked_layers_are_multiplied_inside_a_shard_map(x, di
             out_specs=P(None, None, "tp"),
         )
         assert_trees_close(jax.jit(body)(state, x), expected)
+
+
+@pytest.mark.parametrize("tokens", [None, "tp"])
+def test_a_vmap_over_an_explicit_mesh_axis_falls_back_to_jax(x, tokens):
+    # JAX excludes the mapped mesh axis from every shard_map inside.
+    def run(model, x):
+        return jnp.sum(jnp.sin(jax.vmap(lambda x: model(x))(x)))
+
+    expected = nnx.value_and_grad(run)(plain_block(), x)
+    with jax.set_mesh(mesh_of(2, 2, "explicit")):
+        model = plain_block()
+        if tokens:
+            for name in ("up", "down"):
+                kernel = getattr(model, name).kernel
+                kernel.set_value(jax.device_put(kernel[...], SPECS[name]))
+        ub.overlap(model, {"up": "column", "down": "row"})
+        ub.fallbacks(clear=True)
+        found = nnx.jit(nnx.value_and_grad(run))(
+            model, jax.device_put(x, P("dp", tokens))
+        )
+    assert_trees_close(found, expected, rtol=1e-4)
+    reasons = {each.reason for each in ub.fallbacks()}
+    assert reasons == {
+        "jax.vmap maps a dimension that an explicit mesh axis shards, and JAX excludes "
+        "this axis from jax.shard_map inside"
+    }
 
 
 def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):

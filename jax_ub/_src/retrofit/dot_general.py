@@ -23,10 +23,19 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.parallel import COLUMN
 from jax_ub._src.retrofit.selection import DOT_GENERAL, Product, why_intercepted
-from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
+from jax_ub._src.sharding.layout import (
+    ShardingLayout,
+    parallel_of_spec,
+    resolve_parallel,
+)
 from jax_ub._src.sharding.matrices import as_matrix, merge_features, split_features
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
-from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason, spec_over
+from jax_ub._src.sharding.specs import (
+    explicit_axes,
+    indivisible_reason,
+    mapped_reason,
+    spec_over,
+)
 
 _NO_MESH = (
     "no mesh is known here: call the layer under jax.set_mesh(mesh), or pass mesh= to "
@@ -209,10 +218,8 @@ class DotGeneral:
             return with_output_sharding(y, out_sharding)
         if out_sharding is None and contraction is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, contraction)
-        if contraction is not None and rhs.ndim - contraction.num_in > 1:
-            # A kernel with several output dimensions computes attention heads, and each
-            # rank needs all tokens for attention. This fallback gathers the tokens, as
-            # an overlapped layer does.
+        if contraction is not None and self._needs_all_tokens(contraction):
+            # An overlapped layer would gather the tokens, too.
             lhs = _whole_tokens(lhs, self.sharding_layout)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
@@ -287,7 +294,8 @@ class DotGeneral:
                 fitted.check_features(contraction.features, mesh)
                 fitted.check_kernel_spec(contraction.spec, contraction.num_in)
             tokens = lhs.shape[: lhs.ndim - contraction.num_in] or (1,)
-            return indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
+            reason = indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
+            return mapped_reason(mesh) if reason is None else reason
         except UbError as error:
             if not self.is_lenient:
                 raise
@@ -312,6 +320,17 @@ class DotGeneral:
         if contraction is None or is_one:
             return False
         return contraction.kernel.size == self.kernel_size
+
+    def _needs_all_tokens(self, contraction):
+        """Returns whether a column-parallel layer needs all tokens without overlap.
+
+        A kernel with several output dimensions computes attention heads, and each rank
+        needs all tokens for attention. JAX rejects a product of tokens and features
+        that are sharded over the same axis.
+        """
+        axis_name, num_in = self.sharding_layout.axis_name, contraction.num_in
+        has_heads = contraction.kernel.ndim - num_in > 1
+        return has_heads or parallel_of_spec(contraction.spec, num_in, axis_name)
 
     def _layout(self, mesh, contraction):
         """Returns the layer's sharding layout, adapted to this kernel and mesh.

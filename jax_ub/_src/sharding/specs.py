@@ -139,6 +139,26 @@ def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
     }
 
 
+def mapped_reason(mesh: AnyMesh) -> str | None:
+    """Returns why `jax.vmap` prevents a `shard_map` over all mesh axes, or None."""
+    if not explicit_axes(mesh):
+        return None
+    context = jax.sharding.get_abstract_mesh()
+    mesh = mesh if context.empty else context
+    axes = set(mesh.axis_names) - set(context.manual_axes)
+    empty = jax.shard_map(
+        lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names=axes
+    )
+    try:
+        jax.eval_shape(empty)  # JAX does not tell which axes are mapped
+    except ValueError:
+        return (
+            "jax.vmap maps a dimension that an explicit mesh axis shards, and JAX "
+            "excludes this axis from jax.shard_map inside"
+        )
+    return None
+
+
 def check_context(op: str, mesh: AnyMesh) -> None:
     """Raises an error if the mesh of `jax.set_mesh` has other axes or sizes."""
     context = jax.sharding.get_abstract_mesh()
