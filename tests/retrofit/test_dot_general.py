@@ -183,6 +183,18 @@ def test_several_dimensions_of_a_kernel_stored_as_out_in():
         assert_trees_close(program(x, w), lax.dot_general(x, w, dims))
 
 
+@pytest.mark.parametrize("dims", [((3, 2), (1, 0)), ((3, 2), (2, 1))])
+def test_the_order_of_the_contracted_dimensions_is_arbitrary(dims):
+    # jax.numpy.einsum passes the contracted dimensions in reverse order.
+    x = normal(0, (4, 8, 2, 8))
+    w = normal(1, (2, 8, 16) if 0 in dims[1] else (16, 2, 8))
+    dims = (dims, ((), ()))
+    with jax.set_mesh(mesh_of(1, 2)):
+        program = jax.jit(lambda x, w: ub.dot_general("row")(x, w, dims))
+        assert calls(compiled_text(program, x, w)) == {"matmul_reduce_scatter": 1}
+        assert_trees_close(program(x, w), lax.dot_general(x, w, dims))
+
+
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_the_result_has_the_given_out_sharding(types):
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))

@@ -434,18 +434,18 @@ def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
     """Returns the `Contraction` if a dense layer computes this dot, otherwise None.
 
     A dense layer contracts the last dimensions of x with the first or the last
-    dimensions of the kernel.
+    dimensions of the kernel. The order of the pairs of dimensions is arbitrary.
     """
     (lhs_contract, rhs_contract), batch = dimension_numbers
-    num_in = len(rhs_contract)
-    if (
-        any(map(len, batch))
-        or not 0 < num_in < rhs.ndim
-        or tuple(lhs_contract) != tuple(range(lhs.ndim - num_in, lhs.ndim))
-    ):
+    pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
+    num_in = len(pairs)
+    if any(map(len, batch)) or not 0 < num_in < rhs.ndim:
         return None
-    if tuple(rhs_contract) == tuple(range(num_in)):
+    x_dims, kernel_dims = zip(*pairs, strict=True)
+    if x_dims != tuple(range(lhs.ndim - num_in, lhs.ndim)):
+        return None
+    if kernel_dims == tuple(range(num_in)):
         return Contraction(rhs, num_in, rhs_transposed=False)
-    if tuple(rhs_contract) == tuple(range(rhs.ndim - num_in, rhs.ndim)):
+    if kernel_dims == tuple(range(rhs.ndim - num_in, rhs.ndim)):
         return Contraction(rhs, num_in, rhs_transposed=True)
     return None
