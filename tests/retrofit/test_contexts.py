@@ -11,7 +11,13 @@ import pytest
 from covering import covering
 from flax import linen as nn
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of, plain_block
+from flax_models import (
+    assert_trees_close,
+    loss,
+    loss_and_gradients,
+    mesh_of,
+    plain_block,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -296,6 +302,57 @@ def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):
         assert calls(compiled_text(program, state, x)) == {"all_gather_matmul": 1}
         y = program(state, x)
         assert_trees_close(y, net((None, "tp"))(x))
+
+
+class OverlapsItself(nnx.Module):
+    def __init__(self, is_overlapped, rngs):
+        self.block = plain_block(rngs)
+        if is_overlapped:
+            ub.overlap(self, {r"block\.up": "column", r"block\.down": "row"})
+
+    def __call__(self, x):
+        return self.block(x)
+
+
+def test_an_nnx_module_inside_a_linen_model_overlaps_itself(x):
+    def net(is_overlapped):
+        block = nnx.bridge.to_linen(OverlapsItself, is_overlapped, name="block")
+        return nn.Sequential([block, nn.Dense(24)])
+
+    def learn(net):
+        def run(variables):
+            return jnp.sum(jnp.sin(net.apply(variables, x)))
+
+        return jax.jit(jax.value_and_grad(run))
+
+    variables = net(False).init(jax.random.key(0), x)
+    expected = learn(net(False))(variables)
+    with jax.set_mesh(mesh_of(2, 2)), ub_linen.Overlap({"layers_1": "column"}):
+        program = learn(net(True))
+        count = calls(compiled_text(program, variables))
+        found = program(variables)
+    assert count == {"all_gather_matmul": 3, "matmul_reduce_scatter": 2, "wgrad": 3}
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_linen_module_inside_an_nnx_model_is_overlapped_by_a_block(x):
+    class Net(nnx.Module):
+        def __init__(self):
+            head = nnx.bridge.ToNNX(nn.Sequential([nn.Dense(24)]), rngs=nnx.Rngs(0))
+            self.block, self.head = plain_block(), nnx.bridge.lazy_init(head, x)
+
+        def __call__(self, x):
+            return self.head(self.block(x))
+
+    expected = loss_and_gradients(Net(), x)
+    with (
+        jax.set_mesh(mesh_of(2, 2)),
+        ub_linen.Overlap({"layers_0": "column"}) as overlap,
+    ):
+        model = ub.overlap(Net(), {r"block\.up": "column", r"block\.down": "row"})
+        found = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    assert overlap.overlapped == {"layers_0": "column"}
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_is_cloned_and_evaluated_in_the_abstract(x):
