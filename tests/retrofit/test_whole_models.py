@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from covering import nightly
 from flax import nnx
-from flax_models import assert_trees_close, loss, mesh_of
+from flax_models import assert_trees_close, loss, loss_and_gradients, mesh_of
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -428,3 +428,36 @@ def test_adapters_of_frozen_layers_are_trained(types, tokens):
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
     # Frozen kernels have no weight gradient.
     assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
+
+
+class FusedGate(nnx.Module):
+    """A gate and an up projection in one kernel [features, 2, hidden]."""
+
+    def __init__(self, kind, kernel_init):
+        options = {"kernel_init": kernel_init, "rngs": nnx.Rngs(0)}
+        if kind == "Einsum":
+            self.gate_up = nnx.Einsum("BTD,DSF->BTSF", (16, 2, 32), **options)
+        else:
+            self.gate_up = nnx.LinearGeneral(16, (2, 32), use_bias=False, **options)
+        self.down = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        h = self.gate_up(x)
+        return x + self.down(nnx.silu(h[..., 0, :]) * h[..., 1, :])
+
+
+@pytest.mark.parametrize("kind", ["Einsum", "LinearGeneral"])
+def test_only_an_einsum_is_overlapped_along_a_later_dimension_of_its_kernel(kind):
+    x = normal(0, (4, 8, 16))
+    plain = FusedGate(kind, nnx.initializers.lecun_normal())
+    expected = loss_and_gradients(plain, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = FusedGate(kind, init(None, None, "tp"))
+        ub.overlap(model, {"gate_up": "column", "down": "row"})
+        ub.fallbacks(clear=True)
+        found = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+    reasons = [each.reason for each in ub.fallbacks()]
+    text = "the kernel has 2 out features, which do not divide into the 4 ranks"
+    assert len(reasons) == (kind == "LinearGeneral")
+    assert all(text in reason for reason in reasons)
