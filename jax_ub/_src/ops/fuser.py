@@ -58,6 +58,8 @@ _FUSIONS: dict[str, list[Fusion]] = {
         BackwardAddRMSNorm.fuse_backward_ops,
     ],
 }
+# The fusions that each active `without_fusions` registers again at its end.
+_DISABLED: list[dict[str, list[Fusion]]] = []
 
 
 def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
@@ -121,9 +123,10 @@ def unregister_fusion(fusion: Fusion) -> None:
         FusionError: if `fusion` is not callable.
     """
     _check_fusion("unregister_fusion", "fusion", fusion)
-    for registered in _FUSIONS.values():
-        while fusion in registered:
-            registered.remove(fusion)
+    for fusions_of_passes in (_FUSIONS, *_DISABLED):
+        for registered in fusions_of_passes.values():
+            while fusion in registered:
+                registered.remove(fusion)
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
@@ -141,12 +144,14 @@ def without_fusions() -> Iterator[None]:
 
     Transformer Engine: none.
     """
-    before = {name: tuple(registered) for name, registered in _FUSIONS.items()}
+    before = {name: list(registered) for name, registered in _FUSIONS.items()}
+    _DISABLED.append(before)
     for registered in _FUSIONS.values():
         registered.clear()
     try:
         yield
     finally:
+        _DISABLED.pop()
         for name, registered in _FUSIONS.items():
             # Fusions that were registered inside the context stay registered, and run
             # last.
@@ -259,11 +264,9 @@ def operation_label(ops: Sequence[BasicOperation], index: int) -> str:
 class OperationFuser(arguments.KeywordsChecked):
     """Runs a list of operations, fusing consecutive operations where possible.
 
-    Calls are differentiable.
-
-    Three passes apply the registered fusions: the joint fusions of forward and
-    backward, then the forward fusions, then the backward fusions. Their result may
-    depend on the mesh that is in scope, inside `jax.shard_map` or under `jax.set_mesh`.
+    Calls are differentiable. Three passes apply the registered fusions: the joint
+    fusions, the forward fusions, then the backward fusions. Their result may depend on
+    the mesh in scope, inside `jax.shard_map` or under `jax.set_mesh`.
 
     Transformer Engine: `te.ops.OperationFuser`.
 
@@ -355,11 +358,10 @@ class OperationFuser(arguments.KeywordsChecked):
                 f"{list(self.basic_ops)}. A fused operation's basic_ops must be the "
                 "operations that it replaces, in their order."
             )
-        inputs, outputs = self.extra_edges.inputs, self.extra_edges.outputs
         for window, _ in windows(ops):
-            read = set(itertools.chain(*inputs[window]))
+            read = set(itertools.chain(*self.extra_edges.inputs[window]))
             for i in range(window.start, window.stop):
-                if read.intersection(outputs[i]):
+                if read.intersection(self.extra_edges.outputs[i]):
                     raise FusionError(
                         f"OperationFuser: {source} fuses the producer and a reader of "
                         "a channel; the producer is "
@@ -387,8 +389,7 @@ class OperationFuser(arguments.KeywordsChecked):
         starts = sorted(shared - quantized_boundaries(self.basic_ops))
         edges, groups = self.extra_edges, []
         for start, end in itertools.pairwise([*starts, len(self.basic_ops)]):
-            read_later = itertools.chain(*edges.inputs[end:])
-            wanted = {*edges.to_caller, *read_later}
+            wanted = {*edges.to_caller, *itertools.chain(*edges.inputs[end:])}
             outputs = edges.outputs[start:end]
             group = OperationGroup(
                 tuple(forward[i] for i in range(start, end) if i in forward),

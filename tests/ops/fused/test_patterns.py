@@ -294,6 +294,19 @@ def test_without_fusions_restores_fusions_that_are_not_hashable():
         fusions.unregister_fusion(fusion)
 
 
+def test_a_fusion_that_is_unregistered_without_fusions_stays_so():
+    before = fusions.fusions("forward")
+    fusions.register_forward_fusion(list)
+    try:
+        with ops.without_fusions(), ops.without_fusions():
+            fusions.unregister_fusion(list)
+            fusions.register_forward_fusion(tuple)
+            fusions.unregister_fusion(tuple)
+        assert fusions.fusions("forward") == before
+    finally:
+        fusions.unregister_fusion(list)
+
+
 @pytest.mark.parametrize("fusion", FUSED)
 def test_every_fusion_accepts_every_list(fusion):
     scan = getattr(fusion, "fuse_forward_ops", None) or fusion.fuse_backward_ops
