@@ -168,6 +168,13 @@ def other_shape(job):
     say("goes on")
 
 
+def other_program(job):
+    job.call()
+    if job.is_victim:
+        job.program = jax.jit(lambda *x: job.pair(*x))
+    job.expect_error()
+
+
 def leaves_a_call_out(job):
     job.call()
     if not job.is_victim:
@@ -281,8 +288,8 @@ LOSING = (
     dies_entering,
 )
 KEEPING = (
-    *(stops, other_shape, leaves_a_call_out, compiles_longer, exists_twice),
-    is_interrupted_entering,
+    *(stops, other_shape, other_program, leaves_a_call_out, compiles_longer),
+    *(exists_twice, is_interrupted_entering),
 )
 # The scenarios that call `initialize_ub` themselves.
 ENTERING = (is_missing, dies_connecting, dies_entering, is_interrupted_entering)

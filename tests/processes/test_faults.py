@@ -175,6 +175,18 @@ def test_another_shape_is_an_error_on_all_ranks_with_both_values(method):
     job.check_nothing_is_left([0, 1, 2])
 
 
+def test_another_program_is_an_error_on_all_ranks_with_the_calls_of_both():
+    job = run("other_program", deadline_s=DEADLINE_S)
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 1, 2], job.text
+    for error in errors:
+        assert error["kind"] == "TimeoutError"
+        assert "jax_ub.all_gather_matmul: rank " in error["text"]
+        assert "rank 2 (process 2, pid " in error["text"]
+        assert "all_gather_matmul (jit__lambda/" in error["text"]
+    job.check_nothing_is_left([0, 1, 2])
+
+
 def test_a_skipped_call_does_not_affect_the_next_communicator():
     job = run("leaves_a_call_out")
     assert job.status == 0, job.text

@@ -290,7 +290,10 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
       return collective;
     }
     if (deadline.Expired()) throw DeadlineError(UnmatchedCallMessage(entry, reason));
-    changed_.wait_until(lock, deadline.next_check());
+    const std::cv_status woken = changed_.wait_until(lock, deadline.next_check());
+    if (woken == std::cv_status::timeout && !complete_.empty()) {
+      communicator_->PublishSubmitted(next_call_, Join(complete_));
+    }
   }
 }
 
@@ -306,8 +309,11 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& entry,
        << reason.timeout_s << " s for the local ranks of call " << next_call_
        << ", which the leader has started (call site " << std::hex << entry.call_site
        << ", run " << std::dec << static_cast<int32_t>(RunOf(entry)) << ", execution "
-       << static_cast<uint32_t>(entry.execution)
-       << "). Submitted here: " << Join(complete_)
+       << static_cast<uint32_t>(entry.execution) << ")";
+  if (communicator_->has_arrived(0, next_call_)) {
+    text << ": " << communicator_->call_signature(0, next_call_).text;
+  }
+  text << ". Submitted here: " << Join(complete_)
        << ". Run the same program with the same control flow in every process. "
        << reason.setting << " sets the seconds.";
   return text.str();

@@ -1,7 +1,6 @@
 #include "transport/cpu/group_control.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "platform/error.h"
@@ -97,15 +96,33 @@ void GroupControl::PublishSignature(int64_t call,
                                     std::string_view text) {
   SignatureRecord& record = headers_[own_]->signatures[call % 2];
   record.signature = signature;
-  record.size_bytes = std::min(text.size(), SignatureRecord::kMaxBytes);
-  std::memcpy(record.text, text.data(), record.size_bytes);
+  record.text.Store(text);
 }
 
 CallSignature GroupControl::call_signature(int process, int64_t call) const {
   const SignatureRecord& record = headers_[process]->signatures[call % 2];
-  const uint64_t size = record.size_bytes;
-  return {record.signature,
-          {record.text, std::min<uint64_t>(size, SignatureRecord::kMaxBytes)}};
+  return {record.signature, record.text.Load()};
+}
+
+bool GroupControl::has_arrived(int process, int64_t call) const {
+  return !IsMissing(process, BarrierGeneration(call, 0));
+}
+
+// While a process waits at the barrier of a call, the peers that are missing there do
+// not begin a later call, so they do not overwrite what they have submitted instead.
+void GroupControl::PublishSubmitted(int64_t call, std::string_view text) {
+  ProcessControlBlock& own = *headers_[own_];
+  const auto number = static_cast<uint64_t>(call) + 1;
+  if (own.num_unmatched.load() == number) return;
+  own.submitted.Store(text);
+  own.num_unmatched.store(number);  // the release that makes the text visible
+}
+
+std::string GroupControl::DescribeSubmitted(int process, int64_t call) const {
+  const ProcessControlBlock& header = *headers_[process];
+  if (header.num_unmatched.load() != static_cast<uint64_t>(call) + 1) return "";
+  return " (it has submitted other calls: " + header.submitted.Load() +
+         "; run the same program with the same control flow in every process)";
 }
 
 // Publishes that this process has arrived. The store of `barrier_generation` comes
@@ -161,6 +178,7 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
           if (!IsMissing(p, generation)) continue;
           missing += missing.empty() ? "" : " and ";
           missing += peer_status_.name(p) + peer_status_.DescribeState(p);
+          if (phase == 0) missing += DescribeSubmitted(p, call);
         }
         return WaitDescription{peer_status_.name(own_), missing};
       });

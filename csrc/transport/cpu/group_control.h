@@ -43,6 +43,8 @@ class GroupControl {
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
+  bool has_arrived(int process, int64_t call) const;
+  void PublishSubmitted(int64_t call, std::string_view text);
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
   // Wakes the waiting thread of this process after a change of `peer_status`, so that
@@ -56,6 +58,7 @@ class GroupControl {
   void AppendRemaining();
   uint64_t Arrive(int64_t call, int phase);
   int num_processes() const { return static_cast<int>(headers_.size()); }
+  std::string DescribeSubmitted(int process, int64_t call) const;
   bool IsMissing(int process, uint64_t generation) const;
   int FirstMissing(int first, uint64_t generation) const;
 

@@ -7,9 +7,13 @@
 // rank headers and the buffers each begin at a multiple of kAlignment.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
 
 #include "transport/cpu/doorbell.h"
 #include "transport/cpu/slots.h"
@@ -32,13 +36,29 @@ struct CallLogEntry {
   bool operator==(const CallLogEntry&) const = default;
 };
 
-// A CallSignature in a fixed size, as shared memory needs it: `text` has at most
-// kMaxBytes, of which `size_bytes` are used.
-struct SignatureRecord {
+// A text in a fixed size, as shared memory needs it.
+class SharedText {
+ public:
   static constexpr size_t kMaxBytes = 1024;
+
+  // Truncates `text` to kMaxBytes.
+  void Store(std::string_view text) {
+    size_bytes_ = std::min(text.size(), kMaxBytes);
+    std::memcpy(bytes_, text.data(), size_bytes_);
+  }
+  std::string Load() const {
+    return {bytes_, std::min<uint64_t>(size_bytes_, kMaxBytes)};
+  }
+
+ private:
+  uint64_t size_bytes_ = 0;
+  char bytes_[kMaxBytes] = {};
+};
+
+// A CallSignature in a fixed size.
+struct SignatureRecord {
   uint64_t signature = 0;
-  uint64_t size_bytes = 0;
-  char text[kMaxBytes] = {};
+  SharedText text;
 };
 
 // The state that a process publishes in shared memory. Only this process writes it,
@@ -57,6 +77,10 @@ struct ProcessControlBlock {
   alignas(64) std::atomic<uint64_t> num_posted{0};
   CallLogEntry call_log[kCallLogSize] = {};
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
+  // The calls that this process has submitted instead of call `num_unmatched - 1` of
+  // the log. Valid when `num_unmatched` is that number; written once for each call.
+  alignas(64) std::atomic<uint64_t> num_unmatched{0};
+  SharedText submitted;
 };
 
 // The doorbell and the slot flags of one rank. In shared memory, they precede the

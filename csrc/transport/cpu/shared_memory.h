@@ -111,12 +111,23 @@ class SharedMemoryCommunicator {
 
   // Publishes this process's signature of a call. Must be called before Barrier(call,
   // 0). Peers may read it until they arrive at Barrier(call + 1, 0). Truncates `text`
-  // to SignatureRecord::kMaxBytes.
+  // to SharedText::kMaxBytes.
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text) {
     group_control_.PublishSignature(call, signature, text);
   }
   CallSignature call_signature(int process, int64_t call) const {
     return group_control_.call_signature(process, call);
+  }
+  // Returns whether a process has arrived at Barrier(call, 0), so that its signature
+  // may be read.
+  bool has_arrived(int process, int64_t call) const {
+    return group_control_.has_arrived(process, call);
+  }
+  // Publishes which calls this process has submitted instead of `call`, which the
+  // leader has logged. If it never submits `call`, the errors of its peers name them.
+  // Only the first text for a call has an effect.
+  void PublishSubmitted(int64_t call, std::string_view text) {
+    group_control_.PublishSubmitted(call, text);
   }
 
   // Waits until all processes have arrived at this barrier. Must be called by one
