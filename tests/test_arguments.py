@@ -230,6 +230,30 @@ MISSPELT = {
     "Engine's. Leave it out: ": (
         lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), set_parallel_mode=True)
     ),
+    "LayerNormMLP: it has no argument 'ub_tp_comm_overlap', which is Transformer "
+    "Engine's. Leave it out: sequence-parallel layers overlap by default.": (
+        lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), ub_tp_comm_overlap=True)
+    ),
+    "TransformerLayer: it has no argument 'seq_length', which is Transformer Engine's. "
+    "Leave it out: the layer takes these sizes from x.": (
+        lambda: TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), seq_length=128)
+    ),
+    "TransformerLayer: it has no argument 'window_size', which is Transformer "
+    "Engine's. Did you mean 'attention_fn'?": (
+        lambda: TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), window_size=(128, 0))
+    ),
+    "Linear: it has no argument 'gather_output', which is Megatron-LM's. Leave it "
+    "out: jax.reshard gathers the result.": (
+        lambda: Linear(8, 8, rngs=nnx.Rngs(0), gather_output=False)
+    ),
+    "Linear: it has no argument 'tp_comm_buffer_name', which is Megatron-LM's. Did "
+    "you mean 'ub_name'?": (
+        lambda: Linear(8, 8, rngs=nnx.Rngs(0), tp_comm_buffer_name="qkv")
+    ),
+    "ops.BasicLinear: it has no argument 'tensor_parallel_group', which is "
+    "Transformer Engine's. Did you mean 'axis_name'?": (
+        lambda: ops.BasicLinear(8, 8, tensor_parallel_group=None)
+    ),
     "ops.BasicLinear: it has no argument 'tp_group', which is Transformer Engine's. "
     "Did you mean 'axis_name'?": lambda: ops.BasicLinear(8, 8, tp_group=None),
     "TransformerLayer: it has no argument 'num_kv_heads'. Did you mean 'num_gqa_": (

@@ -89,6 +89,9 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
         "Linear: it has no argument 'tp_group', which is Transformer Engine's. D": (
             "docs/transformer_engine.md"
         ),
+        "Linear: it has no argument 'gather_output', which is Megatron-LM's. L": (
+            "docs/megatron.md"
+        ),
         "Overlap: it has no argument 'axs'": "docs/retrofit.md",
         "operation 3 (Bias): the channel": "docs/ops.md",
         "ForwardLinearScaleAdd: linear is missing": "docs/ops.md",

@@ -122,28 +122,53 @@ def named_parameters(layer: type) -> list[str]:
     return [name for name in names if name != "self" and not name.startswith("_")]
 
 
-# Arguments of Transformer Engine's modules, and their names in jax_ub.
-_OF_TRANSFORMER_ENGINE = {
+# Arguments of other libraries' layers: their names in jax_ub, or what to do instead.
+_ADDS_BIAS = "Leave it out: the layer adds its bias."
+_SIZES_OF_X = "Leave it out: the layer takes these sizes from x."
+_SEPARATE_DRAWS = "Leave it out: each rank draws separate random numbers."
+_OF_TRANSFORMER_ENGINE: dict[str, tuple[str, ...] | str] = {
     "attention_dropout": ("dropout_rate",),
+    "attn_input_format": "Leave it out: x has shape [batch, tokens, features].",
     "attn_mask_type": ("is_causal",),
     "bias": ("use_bias",),
+    "delay_wgrad_compute": "Leave it out: XLA schedules the weight gradients.",
+    "device": "Leave it out: the mesh has the devices.",
     "eps": ("epsilon",),
+    "fuse_qkv_params": "Leave it out: query, key and value share one all-gather.",
     "fuse_wgrad_accumulation": ("main_grad", "accumulate_into_main_grad"),
+    "get_rng_state_tracker": _SEPARATE_DRAWS,
     "hidden_size": ("in_features",),
     "init_method": ("kernel_init",),
     "kv_channels": ("qkv_features",),
+    "layer_number": "Leave it out: no layer depends on its number.",
     "layernorm_epsilon": ("epsilon",),
+    "micro_batch_size": _SIZES_OF_X,
     "num_attention_heads": ("num_heads",),
     "num_gqa_groups": ("num_kv_heads",),
     "parallel_mode": ("parallel", "tensor_parallel_mode"),
     "params_dtype": ("param_dtype",),
+    "qk_norm_before_rope": "Leave it out: norms precede the rotary embeddings.",
+    "return_bias": _ADDS_BIAS,
+    "rng_state_tracker_function": _SEPARATE_DRAWS,
     "self_attn_mask_type": ("is_causal",),
-    "set_parallel_mode": (),
+    "seq_length": _SIZES_OF_X,
+    "set_parallel_mode": (
+        "Leave it out: the linears of this layer are always parallel."
+    ),
+    "tensor_parallel_group": ("axis_name",),
     "tp_group": ("axis_name",),
     "tp_size": ("mesh", "axis_name"),
+    "ub_tp_comm_overlap": "Leave it out: sequence-parallel layers overlap by default.",
+    "window_size": ("attention_fn",),
+}
+_OF_MEGATRON: dict[str, tuple[str, ...] | str] = {
+    "gather_output": "Leave it out: jax.reshard gathers the result.",
+    "input_is_parallel": "Leave it out: the layer reshards x if necessary.",
+    "skip_bias_add": _ADDS_BIAS,
+    "tp_comm_buffer_name": ("ub_name",),
 }
 _OF_OTHERS = {"axis": ("axis_name",), "num_kv_heads": ("num_gqa_groups",)}
-_COUNTERPARTS = _OF_TRANSFORMER_ENGINE | _OF_OTHERS
+_COUNTERPARTS = _OF_TRANSFORMER_ENGINE | _OF_MEGATRON | _OF_OTHERS
 
 
 def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -152,13 +177,14 @@ def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name in known:
             continue
-        counterparts = (each for each in _COUNTERPARTS.get(name, ()) if each in known)
-        hint = nearest(next(counterparts, name), known)
+        hint = _COUNTERPARTS.get(name, ())
+        if not isinstance(hint, str):
+            hint = nearest(next((each for each in hint if each in known), name), known)
         text = f"{op}: it has no argument {shown(name)}"
         if name in _OF_TRANSFORMER_ENGINE:
             text += ", which is Transformer Engine's"
-        if name == "set_parallel_mode":
-            hint = "Leave it out: the linears of this layer are always parallel."
+        elif name in _OF_MEGATRON:
+            text += ", which is Megatron-LM's"
         raise UnknownArgumentError(f"{text}. {hint}")
 
 

@@ -37,6 +37,7 @@ _PAGES = {
     "docs/transformer_engine.md": (
         r"\bub_(bulk|overlap)_\w+|, which is Transformer Engine's\."
     ),
+    "docs/megatron.md": r", which is Megatron-LM's\.",
     "docs/retrofit.md": r"^(dot_general|[Oo]verlap)\b|\(layer ['\"]",
     "docs/flax.md": (
         r"^(attention|LayerNormLinear|LayerNormMLP|Linear|MultiHeadAttention"
