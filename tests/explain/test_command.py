@@ -1,6 +1,7 @@
 """Tests `python -m jax_ub explain script.py`."""
 
 import json
+import os
 import re
 
 import pytest
@@ -49,14 +50,20 @@ def test_script_is_run_and_explained(tmp_path):
 
 
 @pytest.mark.slow
-def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_program_that_exits_is_explained_and_its_status_returned(
+    kind, tmp_path, monkeypatch
+):
     script = tmp_path / "train.py"
     text = SCRIPT.replace('"2"]', '"2", "--json", "x"]')
     script.write_text(f"{text}\nsys.exit(3)")
-    done = jax_ub("explain", script, "--steps", "2", "--json", "x")
+    program = (script,) if kind == "script" else ("-m", "train")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = jax_ub("explain", *program, "--steps", "2", "--json", "x")
     assert done.returncode == 3, done.stderr
     assert "explain: note: the script gets --json. Options of explain" in done.stderr
-    assert "train.py: 1 of 2 overlapped" in done.stdout
+    name = "train.py" if kind == "script" else "train"
+    assert f"{name}: 1 of 2 overlapped" in done.stdout
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from tools import jax_ub
 
 from jax_ub import __main__
-from jax_ub._src.tools.command_line import run_script
+from jax_ub._src.tools.command_line import run_program
 from jax_ub._src.tools.trace import command as trace_command
 from jax_ub._src.tools.trace import traces
 from jax_ub._src.tools.trace.traces import Call, Span, Trace
@@ -158,18 +158,37 @@ def test_exit_status_of_a_script_equals_that_of_python(
     monkeypatch.setattr(sys, "path", [*sys.path])
     script = tmp_path / "script.py"
     script.write_text(f"import sys\n{end}")
-    assert run_script(str(script), []) == status
+    assert run_program(str(script), []) == status
     assert capsys.readouterr().err == text
 
 
+def test_a_module_is_run_as_by_python(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    text = (
+        "import sys, pathlib\nassert __package__ == 'package'\nsys.exit(len(sys.argv))"
+    )
+    (folder / "train.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["trace", "--json", str(tmp_path / "found.json"), "-m", "package.train"]
+    assert __main__.main([*command, "--steps", "2"]) == 3
+    assert traces.read([tmp_path / "found.json"]).calls == ()
+
+
 @pytest.mark.slow
-def test_processes_of_a_script_have_the_requested_devices(tmp_path, capfd):
+def test_processes_of_a_program_have_the_requested_devices(
+    tmp_path, capfd, monkeypatch
+):
     script = tmp_path / "script.py"
     script.write_text(
         "import jax\njax.distributed.initialize()\nassert jax.local_device_count() == 2"
     )
     options = ["--processes", "3", "--devices-per-process", "2"]
     assert __main__.main(["trace", *options, str(script)]) == 0, capfd.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["trace", *options, "-m", "script"]) == 0
 
 
 @pytest.mark.parametrize("options", [(), ("--",), ("--processes", "1", "--")])
@@ -231,7 +250,11 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ([], "give one of a script, --op or --merge"),
         (["--"], "give one of a script, --op or --merge"),
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
-        (["no_such.py"], "there is no script 'no_such.py'"),
+        (["no_such.py"], "there is no script 'no_such.py'. To run a module, put -m"),
+        (["-m", "no_such.x"], "trace: there is no module 'no_such.x'. Give a name as"),
+        (["-m", ".x"], "trace: there is no module '.x'. Give a name as after"),
+        (["-m"], "trace: give one of a script, --op or --merge"),
+        (["--op", "matmul_all_reduce", "-m"], "trace: give one of a script, --op or"),
         (["/"], "there is no script '/'"),
         (["--devices-per-process", "2", __file__], "Add --processes 2."),
         (

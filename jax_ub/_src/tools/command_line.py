@@ -1,13 +1,14 @@
 """What all commands share on the command line.
 
 That is the values of options and their parsers, the output as text or JSON, and the
-user's Python script, which `trace` and `explain` run.
+user's Python program, which `trace` and `explain` run.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -41,12 +42,12 @@ _MOST_DIGITS = 13  # of 2**40
 _LEAST_AMOUNT, _MOST_AMOUNT = 1e-3, 1e9
 _COLORS = {"red": 31, "green": 32, "yellow": 33}
 # The entries of a parsed command line that are not public options of a command.
-_NO_OPTIONS = {"command", "part", "program", "run"}
+_NO_OPTIONS = {"command", "module", "part", "program", "run"}
 _Case = TypeVar("_Case")
 
 
 class ScriptError(UbError, ValueError):
-    """Raised if a script does not exist, cannot be read or is not Python source."""
+    """Raised if a program does not exist, cannot be read or is not Python source."""
 
 
 def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -318,6 +319,12 @@ def _is_terminal(stream):
     return stream.isatty() and not settings.is_dumb_terminal()
 
 
+def add_module(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `-m`, after which a program is the name of a module."""
+    text = "run a module, not a script"
+    parser.add_argument("-m", dest="module", action="store_true", help=text)
+
+
 def split_program(program: list[str]) -> list[str]:
     """Removes a leading "--", which argparse keeps before Python 3.13."""
     return program[program[:1] == ["--"] :]
@@ -343,9 +350,25 @@ def note_misplaced_options(
         )
 
 
-def check_script(
-    command: str, path: str, fix: str = "Give the path of a Python script."
-) -> None:
+def check_program(command: str, program: str, *, is_module: bool) -> None:
+    """Checks that Python finds a script, or the package of a module."""
+    if not is_module:
+        _check_script(command, program)
+    elif not _has_package(program):
+        raise ScriptError(
+            f"{command}: there is no module {shown(program)}. Give a name as after "
+            "`python -m`."
+        )
+
+
+def _has_package(module):
+    try:  # does not import the package, which may start JAX's backend
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except ValueError:  # no name
+        return False
+
+
+def _check_script(command, path):
     """Checks that Python can run `path`: a file, or a folder with `__main__.py`."""
     found = pathlib.Path(path)
     try:
@@ -353,18 +376,26 @@ def check_script(
     except (OSError, ValueError):  # path too long, or with a null byte
         exists = False
     if not exists:
-        raise ScriptError(f"{command}: there is no script {shown(path)}. {fix}")
+        raise ScriptError(
+            f"{command}: there is no script {shown(path)}. To run a module, put "
+            "-m before it."
+        )
 
 
-def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Runs a Python script as `__main__` and returns its exit status."""
-    _check_source(script)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+def run_program(
+    program: str, arguments: Sequence[str], *, is_module: bool = False
+) -> int:
+    """Runs a script or a module as `__main__` and returns its exit status."""
+    sys.argv = [program, *arguments]
     try:
-        # The path is absolute, so that `__file__` is too, as in `python SCRIPT`. The
-        # script may change the working directory.
-        runpy.run_path(os.path.abspath(script), run_name="__main__")
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            _check_source(program)
+            sys.path.insert(0, str(pathlib.Path(program).resolve().parent))
+            # The path is absolute, so that `__file__` is too, as in `python SCRIPT`.
+            # The script may change the working directory.
+            runpy.run_path(os.path.abspath(program), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return int(end.code or 0)

@@ -1,4 +1,4 @@
-"""Explains which calls of a script overlap.
+"""Explains which calls of a program overlap.
 
 Runs the program and prints a row for each compiled call of jax_ub, with the reason if
 it does not overlap, and for each collective of XLA that could be one call with the dot
@@ -20,10 +20,11 @@ from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.runtime import cpu_engine, settings
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.command_line import (
-    check_script,
+    add_module,
+    check_program,
     name_of,
     note_misplaced_options,
-    run_script,
+    run_program,
     split_program,
 )
 from jax_ub._src.tools.explain import hlo, program
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = f"predict for {', '.join(HARDWARE)} (default: the local devices)"
     parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
     command_line.add_json(parser, "the table", has_program=True)
-    program = "a program and its arguments; options of explain precede it"
+    add_module(parser)
+    program = "or the name of a module, after -m; and its arguments. Options of "
+    program += "explain precede it"
     # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     parser.add_argument(
         "program", nargs=argparse.PARSER, metavar="script.py", help=program
@@ -52,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the script, prints the table and returns the script's exit status."""
+    """Runs the program, prints the table and returns the program's exit status."""
     script, *arguments = split_program(given.program)
-    check_script("explain", script)
+    check_program("explain", script, is_module=given.module)
     note_misplaced_options("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
         # The folder is set before the script runs, because XLA reads the setting when
@@ -67,7 +70,7 @@ def command(given: argparse.Namespace) -> int:
             _compiled() as compiled,
             command_line.program_stdout(given),
         ):
-            status = run_script(script, arguments)
+            status = run_program(script, arguments, is_module=given.module)
         texts = [
             path.read_text()
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))

@@ -9,7 +9,12 @@ end all processes.
 import argparse
 from typing import Any
 
-from jax_ub._src.tools.command_line import check_script, seconds, split_program
+from jax_ub._src.tools.command_line import (
+    add_module,
+    check_program,
+    seconds,
+    split_program,
+)
 from jax_ub._src.tools.launch.job import Job, LaunchError
 from jax_ub._src.tools.launch.parts import count
 
@@ -32,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
-    add("-m", dest="module", action="store_true", help="run a module, not a script")
+    add_module(parser)
     program = "or the name of a module, after -m; and its arguments"
     # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     add("program", nargs=argparse.PARSER, metavar="script.py", help=program)
@@ -47,8 +52,8 @@ def run(given: argparse.Namespace) -> int:
             f"launch: --hosts {given.hosts} does not divide -n {given.processes}. Give "
             "a divisor."
         )
-    if not given.module:
-        check_script("launch", program[0], "To run a module, put -m before it.")
+    if not given.module:  # of a module, the processes report that it does not exist
+        check_program("launch", program[0], is_module=False)
     # After "--", even a script whose name begins with "-" is accepted.
     kind = "-m" if given.module else "--"
     job = Job(

@@ -20,13 +20,14 @@ from jax_ub._src.output import format_table
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.command_line import (
     Shape,
-    check_script,
+    add_module,
+    check_program,
     method_option,
     name_of,
     note_misplaced_options,
     parse_shape,
     positive,
-    run_script,
+    run_program,
     split_program,
     value_of,
 )
@@ -67,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help=merged)
     what = "the trace, for ui.perfetto.dev or chrome://tracing,"
     command_line.add_json(parser, what, has_program=True)
-    program = "a program and its arguments; options of trace precede it"
+    add_module(parser)
+    program = "a script, or the name of a module, after -m; and its arguments. "
+    program += "Options of trace precede it"
     add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help=program)
     parser.set_defaults(run=command)
 
@@ -97,12 +100,12 @@ def command(given: argparse.Namespace) -> int:
         if file is not None:
             traces.write(trace, file)
     else:
-        repeat = _prepare_op(given) if given.op else None
+        run = _prepare_op(given) if given.op else _program_runner(given, program)
         # At its end, this context manager writes the file of this process, even if the
         # script fails.
         traced = traces.trace(given.part or file)
         with traced as recording, command_line.program_stdout(given):
-            status = repeat() if repeat else run_script(program[0], program[1:])
+            status = run()
         if given.part is not None:
             return status
         assert recording.trace is not None
@@ -143,7 +146,8 @@ def summary(trace: Trace) -> list[str]:
 
 
 def _check(given, program):
-    if bool(given.op) + bool(program) + bool(given.merge) != 1:
+    number = bool(given.op) + bool(program) + bool(given.merge)
+    if number != 1 or (given.module and not program):
         raise TraceArgumentError(
             "trace: give one of a script, --op or --merge. For example: python -m "
             "jax_ub trace --op all_gather_matmul --method ring_exchange --tp 4"
@@ -155,7 +159,7 @@ def _check(given, program):
             "records nothing. Leave it out."
         )
     if program:
-        check_script("trace", program[0])
+        check_program("trace", program[0], is_module=given.module)
     if given.op:
         _check_op(given)
         return
@@ -224,8 +228,14 @@ def _prepare_op(given) -> Callable[[], int]:
     return repeat
 
 
+def _program_runner(given, program) -> Callable[[], int]:
+    name, *arguments = program
+    return functools.partial(run_program, name, arguments, is_module=given.module)
+
+
 def _record_in_processes(given, program) -> Trace:
-    arguments, num_devices = program, given.devices_per_process or 1
+    arguments = ["-m", *program] if given.module else program
+    num_devices = given.devices_per_process or 1
     if given.op:
         num_devices = given.tp // given.processes
         names = ("op", *_OP_OPTIONS)
