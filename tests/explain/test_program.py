@@ -41,6 +41,24 @@ def test_calls_of_jax_ub_are_overlapped():
     assert up.measured_exposed_s is None
 
 
+def test_a_call_without_a_name_is_shown_by_its_name_scopes():
+    layers = [Linear(16, 16, parallel="column", rngs=nnx.Rngs(i)) for i in range(2)]
+
+    def model(layers, x):
+        for scope, layer in zip(("up", "gate"), layers, strict=True):
+            with jax.named_scope("block"), jax.named_scope(scope):
+                x = x + layer(x).sum()
+        return x.sum()
+
+    with jax.set_mesh(tp_mesh(NUM_RANKS)):
+        x = jnp.ones((NUM_RANKS, 16))
+        forward = ub.explain(model, layers, x)
+        gradient = ub.explain(jax.grad(jax.checkpoint(model)), layers, x)
+    assert [row.scope for row in forward.rows] == ["block/up, block/gate"]
+    scopes = {scope for row in gradient.rows for scope in row.scope.split(", ")}
+    assert scopes == {"block/up", "block/gate"}
+
+
 def test_a_collective_without_a_gemm_does_not_count():
     def layer(x, w):
         y = ub.matmul_reduce_scatter(x, w, axis_name="tp")

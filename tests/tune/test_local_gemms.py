@@ -233,6 +233,6 @@ def test_timed_call_has_the_key_of_its_case(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     candidate = programs(case)("", function(case, SECOND))
     jaxpr = jax.make_jaxpr(candidate.program)(*candidate.operands)
-    every = [equation.params for equation, _ in equations(jaxpr.jaxpr, 1)]
+    every = [equation.params for equation, *_ in equations(jaxpr.jaxpr)]
     (call,) = (params["call"] for params in every if "call" in params)
     assert call.tuned_key(candidate.operands) == case

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 
 # Identifies equal calls, whose executions are counted: a call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
+# A name scope around operations that JAX has transformed, such as "jvp(mlp)".
+_TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
+# How the name scopes begin that JAX adds.
+_OF_JAX = ("jit(", "shard_map", "shmap_body", "custom_vjp", "rematted_computation")
 # Maps the JAX primitives that replace a call which falls back to plain JAX to their
 # names in the table.
 _FALLEN = {"dot_general": "dot", "all_to_all": "all-to-all"}
@@ -34,6 +39,14 @@ _RESHARDED = (
     "XLA's own: the call expects another sharding. Are the kinds "
     '"column" and "row" swapped?'
 )
+
+
+@dataclasses.dataclass
+class _Executions:
+    """How often a program runs equal calls, and the name stacks of their equations."""
+
+    count: float = 0
+    stacks: list[str] = dataclasses.field(default_factory=list)
 
 
 def explain(
@@ -137,7 +150,7 @@ def _mesh_of(jaxpr, arrays) -> Mapping[str, int]:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh.shape
-    for equation, _ in equations(jaxpr):
+    for equation, *_ in equations(jaxpr):
         if equation.primitive.name == "shard_map":
             return equation.params["mesh"].shape
     return {}
@@ -174,9 +187,9 @@ def table_of(
     plain JAX during tracing is listed only if XLA communicates next to its dot.
     """
     machine, axes = report.find_hardware(hardware), _tensor_axes(lowered, arrays)
-    counts = {} if jaxpr is None else _count(jaxpr)
+    executions = {} if jaxpr is None else _executions(jaxpr)
     rows = [
-        *call_rows(lowered, machine, waits, counts),
+        *call_rows(lowered, machine, waits, executions),
         *_xla_rows(found, machine, lowered, axes),
         *(() if jaxpr is None else _other_fallbacks(jaxpr, found)),
     ]
@@ -197,12 +210,12 @@ def call_rows(
     lowered: Sequence[LoweredCall],
     machine: Hardware,
     waits: Waits,
-    counts: Mapping[_CallSite, float],
+    executions: Mapping[_CallSite, _Executions],
 ) -> Iterator[Row]:
     """Yields a table row for each distinct call of jax_ub in a program.
 
-    `counts` has how often calls run, as `_count` returns it. A call that is not in it
-    counts as often as it is lowered.
+    `executions` is a result of `_executions`. A call that is not in it counts as often
+    as it is lowered.
     """
     groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
@@ -225,7 +238,10 @@ def call_rows(
             hardware=machine,
             gathered_dtype=call.gathered_dtype(*operands),
         )
-        count = counts.get((call, operands), len(equal))
+        lowerings = _Executions(len(equal), [one.scope for one in equal])
+        runs = executions.get((call, operands), lowerings)
+        scopes = dict.fromkeys(_scope(stack, call.label) for stack in runs.stacks)
+        count = runs.count
         if count == math.inf:
             notes, count = ["x in a loop"], len(equal)
         else:
@@ -240,7 +256,7 @@ def call_rows(
         is_sequential = method is Method.EXTERNAL and num_ranks > 1 and tiles is None
         why_not = reason or (_why_sequential(call) if is_sequential else "")
         yield Row(
-            scope=_scope(equal[0].scope, call.label),
+            scope=", ".join(scopes),
             op=target,
             overlapped=not why_not,
             method=method.value if tiles is None else "pallas",
@@ -367,7 +383,7 @@ def _other_fallbacks(jaxpr, found) -> Iterator[Row]:
     `found` already have rows.
     """
     known = {lowering_log.fallback_in(one.scope) for one in found if one.could_be}
-    for equation, _ in equations(jaxpr):
+    for equation, *_ in equations(jaxpr):
         op = _FALLEN.get(equation.primitive.name)
         if op is None:
             continue
@@ -386,32 +402,42 @@ def _scope(stack, label):
     """
     if named := ub_name_in(label):
         return named
-    internal = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
-    parts = [p for p in stack.split("/") if p and not p.startswith(internal)]
+    parts = [_without_transformations(part) for part in stack.split("/")]
+    parts = [p for p in parts if p and not p.startswith(_OF_JAX)]
     parts = [p for p in parts if not lowering_log.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
 
-def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, float]:
+def _without_transformations(scope):
+    while match := _TRANSFORMED.fullmatch(scope):
+        scope = match[1]
+    return scope
+
+
+def _executions(jaxpr: core.Jaxpr) -> dict[_CallSite, _Executions]:
     """Returns how many times a jaxpr runs each call of jax_ub: inf in a while loop."""
-    counts: dict[_CallSite, float] = collections.defaultdict(int)
-    for equation, times in equations(jaxpr):
+    found: dict[_CallSite, _Executions] = collections.defaultdict(_Executions)
+    for equation, times, stack in equations(jaxpr):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
-            counts[call, operands] += times
-    return counts
+            found[call, operands].count += times
+            found[call, operands].stacks.append(stack)
+    return found
 
 
 def equations(
-    jaxpr: core.Jaxpr, times: float = 1
-) -> Iterator[tuple[core.JaxprEqn, float]]:
-    """Yields each equation of a jaxpr and of nested jaxprs, and how many times it runs.
+    jaxpr: core.Jaxpr, times: float = 1, outer_stack: str = ""
+) -> Iterator[tuple[core.JaxprEqn, float, str]]:
+    """Yields each equation of a jaxpr and of nested jaxprs, its count and name stack.
 
-    The number is inf inside a while loop.
+    The count is the number of executions, inf inside a while loop. JAX's name stack of
+    an equation begins in its own jaxpr, so the stacks of the enclosing equations are
+    put before it.
     """
     for equation in jaxpr.eqns:
-        yield equation, times
+        stack = f"{outer_stack}/{equation.source_info.name_stack}"
+        yield equation, times, stack
         inner = times
         if equation.primitive.name == "scan":
             length = equation.params["length"]
@@ -421,4 +447,4 @@ def equations(
         for leaf in jax.tree.leaves(equation.params):
             nested = getattr(leaf, "jaxpr", leaf)  # of a ClosedJaxpr
             if isinstance(nested, core.Jaxpr):
-                yield from equations(nested, inner)
+                yield from equations(nested, inner, stack)
