@@ -200,7 +200,7 @@ class LoweredCall:
 
     Attributes:
         call: the `Call`.
-        operands: shapes and dtypes of the operands.
+        operands: shapes and dtypes of the operands, without their FP8 scales.
         scope: the name stack where the call was traced.
         method: the method that the call runs by; "auto" is resolved.
         reason: why the call became plain `jax.lax`; None if it did not.
@@ -246,7 +246,7 @@ def record(
     """
     if not _LISTENERS or call.is_auxiliary:
         return
-    operands = tuple(shape_of(aval) for aval in ctx.avals_in)
+    operands = tuple(shape_of(aval) for aval in call.split(ctx.avals_in)[0])
     scope = str(ctx.name_stack)
     lowered = LoweredCall(call, operands, scope, method, reason, **pallas)
     for listener in _LISTENERS:

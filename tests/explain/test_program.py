@@ -113,6 +113,25 @@ def test_every_method_is_explained_forward_and_backward(method):
     assert "up" in {row.scope for row in found.rows}
 
 
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "RowwiseScaling"])
+def test_bulk_gradients_of_fp8_operands_are_explained(recipe):
+    def layer(x, w):
+        fp8 = getattr(ub.fp8, recipe)()
+        return ub.all_gather_matmul(x, w, axis_name="tp", ub_name="qkv", fp8=fp8)
+
+    mesh = tp_mesh(NUM_RANKS)
+    run = on_ranks(layer, mesh, SPECS[:2], P(None, "tp"))
+    ub.initialize_ub([64, 16], NUM_RANKS, mesh=mesh)
+    try:
+        gradient = jax.grad(lambda x, w: run(x, w).sum(), argnums=(0, 1))
+        found = ub.explain(gradient, *operands()[:2])
+    finally:
+        ub.destroy_ub()
+    sent = {row.op: row.moved_bytes for row in found.rows if "bulk" in row.op}
+    elements = 3 * 16 * 16  # partial sums of FP8 operands are predicted in bf16
+    assert sent == {"bulk_all_gather": elements, "bulk_reduce_scatter": 2 * elements}
+
+
 def test_external_from_the_environment_is_not_overlapped(monkeypatch):
     monkeypatch.setenv("JAX_UB_METHOD", "external")
     reasons = {row.reason for row in ub.explain(mlp(), *operands()).rows}

@@ -420,7 +420,8 @@ def _executions(jaxpr: core.Jaxpr) -> dict[_CallSite, _Executions]:
     for equation, times, stack in equations(jaxpr):
         call = equation.params.get("call")
         if isinstance(call, Call):
-            operands = tuple(shape_of(variable.aval) for variable in equation.invars)
+            variables, _ = call.split(equation.invars)
+            operands = tuple(shape_of(variable.aval) for variable in variables)
             found[call, operands].count += times
             found[call, operands].stacks.append(stack)
     return found
