@@ -56,6 +56,9 @@ def test_invalid_arguments_raise_an_error_of_the_library(name):
 
 # Values that once raised an error of Python, JAX or Flax.
 ONCE = [
+    ("nnx Linear", "precision", "a string without a repr"),
+    ("linear", "fp8_state", "nested list"),
+    ("all_gather_matmul", "fp8_state", "nested dict"),
     ("ops.Reshape", "shape", "10**5000"),
     ("ops.SwiGLU", "glu_interleave_size", "10**5000"),
     ("ops.Dropout", "axis_name", "a string without a repr"),

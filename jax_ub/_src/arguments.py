@@ -255,7 +255,7 @@ def _is_precision(value):
 
 def _names_precision(name):
     try:
-        lax.Precision(name)
+        lax.Precision(str(name))  # its error has the repr of `name`, which may fail
     except ValueError:
         return False
     return True

@@ -8,7 +8,7 @@ gradient.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -300,8 +300,14 @@ def claim_main_grads(
 
 
 def claim_fp8_state(op: str, state: Any) -> None:
-    """Raises an error if another call has used this FP8 state in the same JAX trace."""
-    if any([_is_used(array) for array in jax.tree.leaves(state)]):
+    """Raises an error if another call has used this FP8 state in the same JAX trace.
+
+    `state` may be a tuple of states. What is no state is ignored: `check_state` rejects
+    it with an error, whereas JAX fails to flatten a deep tree.
+    """
+    states = state if isinstance(state, tuple) else (state,)
+    arrays = [a for one in states if isinstance(one, Mapping) for a in one.values()]
+    if any([_is_used(array) for array in arrays]):
         raise ShapeContractError(
             f"{op}: this FP8 state went into another call already, and jax would add "
             "the two new states. Give every call a state of its own, or carry one "
