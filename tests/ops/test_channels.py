@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from operands import assert_equal, small_integers
+from operands import assert_close, assert_equal, small_integers
 from ops_fusions import first_of, only
 from ops_on_ranks import value_and_gradients
 
@@ -99,6 +99,14 @@ def test_vmap_that_maps_the_result_but_no_extra_output():
     with only(backward=[first_of(3)]):  # one function to differentiate
         found = gradients(lambda w, x: seq((NOTHING, NOTHING, {"kernel": w}), x))
     assert_equal(found, gradients(lambda w, x: (2 * x @ w, 2 * x)))
+
+
+def test_second_derivatives_of_a_residual():
+    seq = ops.Sequential(make("a", False), ops.GELU(), take("a"))
+    x = small_integers(0, (3,))
+    found = jax.hessian(lambda x: jnp.sum(run(seq, x)))(x)
+    expected = jax.hessian(lambda x: jnp.sum(jax.nn.gelu(x) + x))(x)
+    assert_close(found, expected, num_products=1)
 
 
 def test_wrong_channels_are_rejected():

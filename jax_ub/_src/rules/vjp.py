@@ -173,6 +173,11 @@ def mapped_together(results: Any, operands: Any) -> Any:
 
     @same.def_vmap
     def same_of_mapped(axis_size, is_mapped, results, operands):
+        if not any(jax.tree.leaves(is_mapped)):
+            # `jax.vmap` of a `jax.jvp` that maps only tangents. Calling `same` again
+            # would recurse without end.
+            return results, is_mapped[0]
+
         def repeated(result, is_mapped):
             shape = (axis_size, *result.shape)
             return result if is_mapped else jnp.broadcast_to(result, shape)
