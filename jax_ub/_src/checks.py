@@ -383,6 +383,8 @@ def mapped_with(
     def same_of_mapped(axis_size, is_mapped, value, other):
         if is_mapped[1] and not is_mapped[0]:
             raise UnsupportedOverlapError(text(axis_size))
+        if not is_mapped[0]:  # `jax.vmap` of a `jax.jvp` that maps only tangents
+            return value, False
         # `same` is called again so that the batching rule also runs for each enclosing
         # jax.vmap.
         return same(value, other), is_mapped[0]

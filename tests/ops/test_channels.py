@@ -9,6 +9,7 @@ from ops_on_ranks import value_and_gradients
 
 import jax_ub as ub
 from jax_ub import ops
+from jax_ub._src.checks import mapped_with
 
 NOTHING = {}
 
@@ -107,6 +108,14 @@ def test_second_derivatives_of_a_residual():
     found = jax.hessian(lambda x: jnp.sum(run(seq, x)))(x)
     expected = jax.hessian(lambda x: jnp.sum(jax.nn.gelu(x) + x))(x)
     assert_close(found, expected, num_products=1)
+
+
+def test_a_check_of_mapped_arrays_passes_under_vmap_of_jvp():
+    """`DelayedScaling` and main_grads check that `jax.vmap` maps both arrays."""
+    x = jnp.arange(3.0)
+    square = lambda x: mapped_with(x * x, x, str)  # noqa: E731
+    found = jax.vmap(lambda dx: jax.jvp(square, (x,), (dx,))[1])(jnp.eye(3))
+    assert_equal(found, jnp.diag(2 * x))
 
 
 def test_wrong_channels_are_rejected():
