@@ -188,6 +188,7 @@ def test_processes_of_a_program_have_the_requested_devices(
     options = ["--processes", "3", "--devices-per-process", "2"]
     assert __main__.main(["trace", *options, str(script)]) == 0, capfd.readouterr().err
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as under `python -m jax_ub`
     assert __main__.main(["trace", *options, "-m", "script"]) == 0
 
 
