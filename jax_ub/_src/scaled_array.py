@@ -169,7 +169,7 @@ def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
     return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
 
 
-def cotangent_of_scaled(gradient: jax.Array) -> ScaledArray:
+def cotangent_of_scaled(gradient: jax.Array | None) -> ScaledArray:
     """Returns the cotangent of a `ScaledArray`: the gradient of its `source` only."""
     return ScaledArray.tree_unflatten(None, (None, None, gradient))
 

@@ -10,13 +10,17 @@ from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS
-from programs import calls, compiled_text, on_ranks, tp_mesh
+from programs import calls, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import DELAYED
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub.errors import ConfigurationError, ShapeContractError
+from jax_ub.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnsupportedOverlapError,
+)
 
 FP8 = ub.fp8
 X, DY = normal(0, (16, 64)), normal(9, (16, 64))
@@ -220,3 +224,162 @@ def test_a_state_that_no_gradient_reaches_is_a_warning():
         UserWarning, match="BasicLinear: JAX takes the gradient of the k"
     ):
         jax.grad(loss)(params["kernel"])
+
+
+def given_kernels(params, recipe, axis_name="tp"):
+    """Quantizes the kernels of all operations, by their states if they have some."""
+
+    def of_one(params):
+        if "kernel" not in params:
+            return params
+        kernel = ub.quantize(
+            params["kernel"],
+            recipe,
+            role="kernel",
+            state={k: params[k] for k in FP8.init_state(recipe)} or None,
+            axis_name=axis_name,
+        )
+        return {**params, "kernel": kernel}
+
+    return tuple(map(of_one, params))
+
+
+@covering(recipe=RECIPES, fused=[True, False], quantizes_x=[True, False])
+def test_kernels_may_be_quantized_already(recipe, fused, quantizes_x):
+    """Results, gradients and states are those of operations that quantize kernels."""
+    recipe = RECIPES[recipe]
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    seq = pair(recipe, fused)
+    if quantizes_x:
+        seq = ops.Sequential(ops.Quantize(), seq[0], ops.ReLU(), ops.Quantize(), seq[2])
+    params = seq.init(jax.random.key(0))
+    wanted = run(seq, seq.specs())(params, X)
+    step = run(lambda params, x: seq(given_kernels(params, recipe), x), seq.specs())
+    found = step(params, X)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert_equal(*(jax.tree.leaves(each) for each in (found, wanted)))
+
+
+def casts_of_kernels(function, *operands):
+    """Returns how many kernels `[64, 64]` a function converts to FP8."""
+    return sum(
+        equation.primitive is jax.lax.convert_element_type_p
+        and equation.params["new_dtype"] == jnp.float8_e4m3fn
+        and equation.outvars[0].aval.shape == (64, 64)
+        for equation in equations(function, *operands)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.* not of the FP8 state")  # it is a constant here
+@pytest.mark.parametrize(("recipe", "fused"), [("current", True), ("delayed", False)])
+def test_a_step_quantizes_kernels_once_for_all_microbatches(recipe, fused):
+    recipe = RECIPES[recipe]
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    seq = pair(recipe, fused)
+    plain = seq.init(jax.random.key(0))
+    xs = jnp.stack([X, 2 * X, X])
+
+    def losses(params, xs):
+        return jax.lax.map(lambda x: jnp.sum(seq(params, x) ** 2), xs)
+
+    def given(params, xs):
+        return losses(given_kernels(params, recipe), xs)
+
+    def gradients(function):
+        specs = (seq.specs(), P(None, "tp"))
+        layer = on_ranks(
+            lambda *operands: jax.lax.psum(function(*operands), "tp"),
+            tp_mesh(2),
+            specs,
+            P(),
+        )
+        return jax.grad(
+            lambda weights, states: jnp.sum(
+                layer(ops.merge_fp8_states(weights, states), xs)
+            )
+        )
+
+    operands = ops.split_fp8_states(plain)
+    found, wanted = (jax.jit(gradients(f))(*operands) for f in (given, losses))
+    assert_close(found, wanted)
+    assert casts_of_kernels(gradients(given), *operands) == 2
+
+
+def test_main_grads_of_quantized_kernels_accumulate():
+    recipe = RECIPES["current"]
+    seq = pair(recipe, fused=True, accumulate_into_main_grad=True)
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    weights, main_grads = ops.split_main_grads(seq.init(jax.random.key(0)))
+    specs, main_grad_specs = ops.split_main_grads(seq.specs())
+    xs = jnp.stack([X, 2 * X])
+
+    def accumulate(weights, main_grads, xs, *, is_given):
+        if is_given:
+            weights = given_kernels(weights, recipe)
+            weights = jax.tree.map(jax.lax.stop_gradient, weights)
+
+        def step(main_grads, x):
+            def loss(main_grads):
+                return jnp.sum(seq(ops.merge_main_grads(weights, main_grads), x) ** 2)
+
+            return jax.grad(loss)(main_grads), None
+
+        return jax.lax.scan(step, main_grads, xs)[0]
+
+    def run(is_given):
+        function = functools.partial(accumulate, is_given=is_given)
+        in_specs = (specs, main_grad_specs, P(None, "tp"))
+        return jax.jit(on_ranks(function, tp_mesh(2), in_specs, main_grad_specs))
+
+    found, wanted = (run(each)(weights, main_grads, xs) for each in (True, False))
+    assert np.any(found[0]["main_grad"])
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_a_quantized_kernel_has_the_dtype_of_its_source(dtype):
+    seq = ops.Sequential(ops.Linear(64, 32, fp8=RECIPES["current"]))
+    (params,) = seq.init(jax.random.key(0))
+    source = params["kernel"].astype(dtype)
+    kernel = ub.quantize(source, role="kernel")
+
+    def loss(kernel):
+        return jnp.sum(seq(({**params, "kernel": kernel},), X) ** 2)
+
+    gradient = jax.grad(loss)(kernel)
+    assert gradient.source.dtype == dtype
+    assert_equal(gradient.source, jax.grad(loss)(source))
+    frozen = ub.ScaledArray(kernel.values, kernel.scales)
+    assert loss(frozen) == loss(source)
+
+
+def test_quantized_kernels_that_do_not_fit():
+    recipe = RECIPES["current"]
+    layer = ops.Linear(64, 32, fp8=recipe)
+    params = layer.init(jax.random.key(0))
+    kernel = ub.quantize(params["kernel"], recipe, role="kernel")
+
+    def loss(kernel, layer=layer, **others):
+        return jnp.sum(
+            ops.Sequential(layer)(({**params, "kernel": kernel, **others},), X)
+        )
+
+    text = "Linear: kernel is a ub.ScaledArray, but only kernels of linears with fp8="
+    for wrong in (ops.Linear(64, 32), ops.BasicLinear(64, 32)):
+        with pytest.raises(ShapeContractError, match=text):
+            loss(kernel, wrong)
+    text = r"Linear: bias is a ub.ScaledArray, .* Pass bias.source"
+    with pytest.raises(ShapeContractError, match=text):
+        loss(kernel, bias=ub.quantize(params["bias"]))
+    text = "BasicLinear: w is float8_e5m2, but kernels of Float8CurrentScaling are"
+    with pytest.raises(ShapeContractError, match=text):
+        loss(ub.quantize(params["kernel"], recipe, role="output_grad"))
+    text = r"BasicLinear: w has scales of shape \(64, 1\) for values"
+    with pytest.raises(ShapeContractError, match=text):
+        loss(ub.quantize(params["kernel"], RECIPES["row"]))
+    text = r"BasicLinear: kernel has shape \(32, 64\)"
+    with pytest.raises(ShapeContractError, match=text):
+        loss(ub.quantize(params["kernel"].T, recipe, role="kernel"))
+    text = "BasicLinear: kernel is FP8 and has no source to receive a gradient"
+    with pytest.raises(UnsupportedOverlapError, match=text):
+        jax.grad(loss, allow_int=True)(ub.ScaledArray(kernel.values, kernel.scales))

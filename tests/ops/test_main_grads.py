@@ -11,6 +11,7 @@ from operands import assert_equal, small_integers
 from ops_on_ranks import integers_of
 from programs import on_ranks, tp_mesh
 
+import jax_ub as ub
 from jax_ub import ops
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
@@ -33,6 +34,12 @@ def test_a_main_grad_without_a_gradient_of_its_kernel_is_an_error(gradients, tex
     main_grads = [{"main_grad": 2}, {"main_grad": 3, "kernel": None}]
     with pytest.raises(ShapeContractError, match=text):
         ops.gradients_of_main_grads(gradients, main_grads)
+
+
+def test_a_main_grad_replaces_the_gradient_of_a_quantized_kernel():
+    gradients = [{"kernel": ub.quantize(jnp.ones((32, 8)), role="kernel")}]
+    found = ops.gradients_of_main_grads(gradients, [{"main_grad": 2}])
+    assert found == [{"kernel": 2}]
 
 
 def test_a_single_array_is_split_as_a_weight():

@@ -149,6 +149,8 @@ def quantize_layer(
     get the scales of the whole kernel. MXFP8 shards must consist of whole blocks.
     """
     xs = () if is_scaled(x) else (x,)
+    if not xs and not ws:
+        return x, ()
     axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
         qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)

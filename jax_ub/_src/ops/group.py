@@ -16,6 +16,7 @@ from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
+    check_sources,
     from_saved,
     is_zero,
     mapped_together,
@@ -23,7 +24,13 @@ from jax_ub._src.rules.vjp import (
     residual_or_placeholder,
     save,
 )
-from jax_ub._src.scaled_array import dequantized, is_scaled, source_of
+from jax_ub._src.scaled_array import (
+    cotangent_of_scaled,
+    dequantized,
+    is_scaled,
+    map_scaled,
+    source_of,
+)
 
 Needs = tuple[RequestedGradients, ...]
 Saves = tuple[frozenset[str], ...]
@@ -85,7 +92,9 @@ class OperationGroup:
         for avals, inputs, outputs in zip(
             cotangent_avals["params"], self.inputs, self.outputs, strict=True
         ):
-            names = frozenset(name for name, aval in avals.items() if aval is not None)
+            names = frozenset(
+                name for name, aval in avals.items() if source_of(aval) is not None
+            )
             extras = tuple(edges[edge] for edge in inputs)
             needs.append(RequestedGradients(is_reached, names, extras))
             is_reached = bool(needs[-1])
@@ -114,9 +123,10 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The forward of a fused operation never computes this residual, so the
-                # placeholder needs no batch axes. (Under jax.vmap, a placeholder for a
-                # computed residual must have the batch axes of the residual.)
+                # The forward of a fused operation, or of a linear with an FP8 kernel,
+                # never computes this residual, so the placeholder needs no batch axes.
+                # (Under jax.vmap, a placeholder for a computed residual must have the
+                # batch axes of the residual.)
                 return placeholder()
             value = values[name]
             # A quantized x already has this checkpoint name. With a second name, a
@@ -219,10 +229,16 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
 
 
 def _group_fwd(configuration, group, operands, saves):
+    for op, params in zip(group.basic_ops, operands["params"], strict=True):
+        if "main_grad" not in params:
+            check_sources(op.label, **params)
     values = jax.tree.map(lambda operand: operand.value, operands)
     cotangent_avals = jax.tree.map(
         lambda operand: cotangent_aval(operand.value) if operand.perturbed else None,
         operands,
+    )
+    cotangent_avals = map_scaled(
+        lambda avals: cotangent_of_scaled(avals.source), cotangent_avals
     )
     needs = group.requested_gradients(cotangent_avals)
     saves = group.saved_names(needs)
@@ -272,8 +288,8 @@ def _group_bwd(configuration, group, _, saved, cotangents):
     gradients = {
         "x": dequantized(dy),
         "params": tuple(
-            {name: own.get(name) for name in names}
-            for names, own in zip(avals["params"], d_params, strict=True)
+            {name: _cotangent(aval, own.get(name)) for name, aval in of_op.items()}
+            for of_op, own in zip(avals["params"], d_params, strict=True)
         ),
         "edges": {edge: d_edges.get(edge) for edge in avals["edges"]},
     }
@@ -290,6 +306,11 @@ run_group = jax.jit(_rule, static_argnums=(0, 1), inline=True)
 
 def _is_none(leaf):
     return leaf is None
+
+
+def _cotangent(aval, gradient):
+    """Returns the cotangent of a parameter; if it is FP8, that of its source."""
+    return cotangent_of_scaled(gradient) if is_scaled(aval) else gradient
 
 
 def _arrays_of(arrays, rows):

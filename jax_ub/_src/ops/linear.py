@@ -48,7 +48,7 @@ from jax_ub._src.rules.vjp import (
     warn_of_constant_main_grad,
     warn_of_constant_state,
 )
-from jax_ub._src.scaled_array import is_scaled, source_of
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of, values_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -110,7 +110,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
             "auto"; `JAX_UB_METHOD=xla` takes precedence over the configuration.
         fp8: the FP8 recipe by which x, the kernel and the gradient of y are quantized,
             as in `ub.linear`. The gradient of its state is the new state, which
-            `ub.fp8.apply_updates` stores. Transformer Engine: `te.autocast`.
+            `ub.fp8.apply_updates` stores. Then the parameter "kernel" may be FP8
+            already, a `ub.ScaledArray`. Transformer Engine: `te.autocast`.
         dtype: dtype of the computation and of y; None takes the dtype of x.
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the global kernel.
@@ -175,6 +176,10 @@ class BasicLinear(_LinearOptions, BasicOperation):
         state = fp8_state.NAMES if self._has_state else ()
         return {**dict.fromkeys(names, spec), **dict.fromkeys(state, PartitionSpec())}
 
+    def split(self, params):
+        check_params(self.label, params, takes_quantized_kernel=self.fp8 is not None)
+        return (params,)
+
     @property
     def _has_state(self):
         return isinstance(self.fp8, DelayedScaling)
@@ -222,9 +227,12 @@ class BasicLinear(_LinearOptions, BasicOperation):
         config = dataclasses.replace(config, fp8=self.fp8)
         return config.with_dtypes(dtype, dtype)
 
-    def check_operands(self, config: CallConfig, x: jax.Array, kernel: jax.Array):
+    def check_operands(
+        self, config: CallConfig, x: jax.Array, kernel: jax.Array | ScaledArray
+    ):
         label, num_ranks = config.label, config.num_ranks
-        checks.check_float(label, x=x, kernel=kernel)
+        checks.check_float(label, x=x, kernel=source_of(kernel))
+        kernel = values_of(kernel)
         checks.check_rank(label, "x", x, 2 if config.mode.sequence_parallel else 1)
         checks.check_not_empty(label, "x", x)
         shape, dim = [self.in_features, self.out_features], self.mode.sharded_dim
@@ -254,7 +262,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         self.check_operands(config, x, kernel)
         residuals = {
             "x": given if is_scaled(given) else x.astype(config.dtype),
-            "kernel": kernel.astype(config.dtype),
+            "kernel": kernel if is_scaled(kernel) else kernel.astype(config.dtype),
             "x_aval": cotangent_aval(x),
         }
         if self.accumulate_into_main_grad:
@@ -437,7 +445,7 @@ class Linear(_LinearOptions, Operation):
         return {k: v for op in self.basic_ops for k, v in op.specs().items()}
 
     def split(self, params):
-        check_params("Linear", params)
+        check_params("Linear", params, takes_quantized_kernel=self.fp8 is not None)
         if not self.use_bias:
             return (params,)
         bias = {name: v for name, v in params.items() if name == "bias"}

@@ -27,24 +27,31 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     """Quantizes "x" and "kernel" in `residuals` if the linear has an FP8 recipe.
 
     With `DelayedScaling`, `params` has the state, and the returned residuals have the
-    new state. x may be quantized already; then its state does not change.
+    new state. x may be quantized already; then its state does not change. The kernel
+    may be, too; then the new state lacks its entries, which `ub.quantize` updates.
     """
     if config.fp8 is None:
         return residuals
-    is_quantized = is_scaled(residuals["x"])
-    roles = (KERNEL,) if is_quantized else (INPUT, KERNEL)
+    roles = tuple(
+        role
+        for role, name in ((INPUT, "x"), (KERNEL, "kernel"))
+        if not is_scaled(residuals[name])
+    )
     old = state_in(params)
+    if KERNEL not in roles:
+        for name in fp8_state.names_of(KERNEL):
+            old.pop(name, None)
     names = [name for role in roles for name in fp8_state.names_of(role)]
     state = {name: old[name] for name in names if name in old}
 
     def quantize(state):
         x, (kernel,), _ = scaled.quantized(
-            config, residuals["x"], (residuals["kernel"],), state or None, roles
+            config, residuals["x"], (residuals["kernel"],), state, roles
         )
         return map_scaled(without_source, {"x": x, "kernel": kernel})
 
     operands, backward = jax.vjp(quantize, state)
-    if is_quantized:
+    if INPUT not in roles:
         check_scaled(config, operands["x"], operands["kernel"])
     # The vjp of `quantize` returns the new FP8 state as the "gradient" of the old
     # state. It ignores the cotangents of the quantized arrays, so these are zeros.

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import arguments, checks, dtypes, methods
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.scaled_array import source_of
+from jax_ub._src.scaled_array import is_scaled, source_of
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
@@ -380,8 +380,13 @@ def init_parameter(
     return values
 
 
-def check_params(label: str, params: Any) -> None:
-    """Raises an error unless an operation's parameters are a dict of arrays by name."""
+def check_params(
+    label: str, params: Any, *, takes_quantized_kernel: bool = False
+) -> None:
+    """Raises an error unless an operation's parameters are a dict of arrays by name.
+
+    With `takes_quantized_kernel`, "kernel" may be a `ScaledArray`.
+    """
     if not isinstance(params, Mapping):
         raise ShapeContractError(
             f"{label}: params is of type {type(params).__name__}, but the parameters "
@@ -394,7 +399,13 @@ def check_params(label: str, params: Any) -> None:
                 f"{label}: params has the key {shown(name)}, which is not the name of "
                 "a parameter. Pass what init(key) returns."
             )
-        checks.check_array(label, name, array)
+        if not is_scaled(array):
+            checks.check_array(label, name, array)
+        elif name != "kernel" or not takes_quantized_kernel:
+            raise ShapeContractError(
+                f"{label}: {name} is a ub.ScaledArray, but only kernels of linears "
+                f"with fp8=recipe may be quantized. Pass {name}.source."
+            )
 
 
 def num_ranks(axis_name: str | tuple[str, ...] | None) -> int | None:

@@ -19,6 +19,7 @@ from jax_ub._src.ops.operation import (
     read_operations,
     split_each,
 )
+from jax_ub._src.scaled_array import is_scaled
 
 if TYPE_CHECKING:
     from jax_ub._src.tools.explain.report import Table
@@ -320,7 +321,7 @@ def _merge(op, weights, others):
             lambda weight, other: other if weight is None else weight,
             weights,
             others,
-            is_leaf=lambda leaf: leaf is None,
+            is_leaf=lambda leaf: leaf is None or is_scaled(leaf),
         )
     except Exception as error:  # JAX prints keys, and their repr may raise any error
         raise ShapeContractError(
@@ -356,7 +357,7 @@ def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
             return gradient
         return left.pop((*path[:-1], jax.tree_util.DictKey("main_grad")), gradient)
 
-    replaced = jax.tree.map_with_path(accumulated, gradients)
+    replaced = jax.tree.map_with_path(accumulated, gradients, is_leaf=is_scaled)
     for path in left:
         kernel = jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey("kernel")))
         raise ShapeContractError(
