@@ -74,7 +74,9 @@ def check_all(short):
 
 
 def check_all_fp8(short):
-    yield from check_casts()
+    # The emulated driver does not run XLA's kernels.
+    if not jax.devices()[0].device_kind.startswith("Emulated"):
+        yield from check_casts()
     for sizes in FP8_SIZES[: 2 if short else None]:
         for dtypes in FP8_PAIRS:
             yield from check_fp8(*dtypes, *sizes)
