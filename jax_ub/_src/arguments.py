@@ -122,10 +122,10 @@ def named_parameters(layer: type) -> list[str]:
     return [name for name in names if name != "self" and not name.startswith("_")]
 
 
-# Arguments of other libraries' layers: their names in jax_ub, or what to do instead.
 _ADDS_BIAS = "Leave it out: the layer adds its bias."
 _SIZES_OF_X = "Leave it out: the layer takes these sizes from x."
 _SEPARATE_DRAWS = "Leave it out: each rank draws separate random numbers."
+# Arguments of other libraries' layers: their names in jax_ub, or what to do instead.
 _OF_TRANSFORMER_ENGINE: dict[str, tuple[str, ...] | str] = {
     "attention_dropout": ("dropout_rate",),
     "attn_input_format": "Leave it out: x has shape [batch, tokens, features].",

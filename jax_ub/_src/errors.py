@@ -14,8 +14,8 @@ from typing import ClassVar
 import jax
 
 # Maps each documentation page to a pattern of error messages. `page_of` uses the first
-# pattern that matches. Every message begins with the name of an op, so the pages about
-# topics come before the pages about ops.
+# pattern that matches. The messages of an op begin with its name, whatever their topic,
+# so the pages about topics come before the pages about ops.
 _PAGES = {
     "docs/functions.md#environment-variables": r"^JAX_UB_",
     "docs/bench/README.md": r"^bench\b",

@@ -120,8 +120,8 @@ void MatmulPlan::MakeDescription() {
     SetDescription(lt::DescAttribute::kSmCountTarget,
                    static_cast<int32_t>(key_.sm_target));
   }
-  // The addresses in this description are placeholders, because the heuristics use only
-  // the alignment of the bias. Run sets the addresses of the call.
+  // The addresses in this description are placeholders: the heuristics read no memory,
+  // and use the bias address only for its alignment. Run sets the call's addresses.
   const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
   if (key_.scales != Scales::kNone) {
     SetDescription(lt::DescAttribute::kAScalePointer, any);

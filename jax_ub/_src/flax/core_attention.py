@@ -185,7 +185,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _broadcast_spec(array, entries):
-    """Returns a `PartitionSpec` of `entries` without those of dimensions of size 1."""
+    """Returns a `PartitionSpec` of `entries`; dimensions of size 1 are not sharded."""
     if array is None:
         return P()
     sizes = zip(array.shape, entries, strict=True)

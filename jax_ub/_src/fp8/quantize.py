@@ -153,10 +153,8 @@ def quantize_layer(
         return x, ()
     axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
-        qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)
-        return (*qs, x)[0], (
-            _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes) if ws else ()
-        )
+        qs = _delayed_arrays(ranks, recipe, INPUT, xs, state)
+        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
     if not isinstance(recipe, Float8CurrentScaling):
         role, contracted = (INPUT, 1) if rhs_transposed else (KERNEL, 0)
         if shards is not None and shards.dim != contracted:
@@ -232,6 +230,8 @@ def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
 
     They may be shards over the mesh axes `axes`.
     """
+    if not xs:
+        return ()
     old = tuple(state[name] for name in names_of(role))
     sources = tuple(map(lax.stop_gradient, xs))
     values, scale = _quantize_delayed(ranks, recipe, role, axes, sources, *old)

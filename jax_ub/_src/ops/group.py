@@ -123,10 +123,10 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The forward of a fused operation, or of a linear with an FP8 kernel,
-                # never computes this residual, so the placeholder needs no batch axes.
-                # (Under jax.vmap, a placeholder for a computed residual must have the
-                # batch axes of the residual.)
+                # No forward pass of this group computes the residual: it is inside of
+                # a fused operation, or the FP8 state of a kernel that the caller has
+                # quantized. So the placeholder needs no batch axes. Under jax.vmap, a
+                # placeholder for a computed residual has the residual's batch axes.
                 return placeholder()
             value = values[name]
             # A quantized x already has this checkpoint name. With a second name, a

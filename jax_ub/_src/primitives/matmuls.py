@@ -106,7 +106,7 @@ class Matmul(SummedMatmul):
 
 
 class MatmulReduceScatter(SummedMatmul):
-    """Computes scale * sum_i x_i w_i + bias + residual, reduce-scattered over ranks.
+    """Reduce-scatters scale * sum_i x_i w_i over the ranks; adds bias and residual.
 
     Bias and residual are added to this rank's rows, [..., m, N].
     """
@@ -121,7 +121,7 @@ class MatmulReduceScatter(SummedMatmul):
 
 
 class MatmulAllReduce(SummedMatmul):
-    """Computes scale * sum_i x_i w_i + bias + residual, all-reduced over the ranks.
+    """All-reduces scale * sum_i x_i w_i over the ranks; adds bias and residual.
 
     Bias and residual are added once, after the reduction, so they and the result are
     the same on every rank.

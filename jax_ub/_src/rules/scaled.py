@@ -240,14 +240,13 @@ def with_whole_blocks(
         The layer's settings and kernels.
     """
     shards = config.shards
-    if shards is None or not isinstance(config.fp8, MXFP8BlockScaling):
-        return config, ws
-    if is_scaled(ws[0]):
+    is_mxfp8 = isinstance(config.fp8, MXFP8BlockScaling)
+    if shards is None or not is_mxfp8 or is_scaled(ws[0]):
         return config, ws
     has_whole_blocks = ws[0].shape[shards.dim] % MXFP8_BLOCK == 0
     if has_whole_blocks or shards.dim != config.contracted_dim:
         return config, ws
-    # The cast prevents that JAX sums the gradients of whole kernels over the other
+    # The cast keeps JAX from summing the gradients of whole kernels over the other
     # replicas before they are reduce-scattered.
     ws = vma.pcast_varying(ws, vma.axes_of(x))
     return dataclasses.replace(config, shards=None), whole_kernels(config, ws)

@@ -105,7 +105,7 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns the cores for this process, apart from those of the host's others.
+    """Divides a host's cores among its processes; returns those of this process.
 
     Args:
         own: the cores that this process may run on.

@@ -221,7 +221,7 @@ def _present(arrays):
 
 
 def _with_manual_fsdp(layout, kernels, num_in):
-    """Moves axes that are manual in a `shard_map` from `fsdp_axes` to another field.
+    """Moves FSDP axes that are manual in a `shard_map` to `manual_fsdp_axes`.
 
     Returns:
         The layout, and the shapes of the kernels without sharding over these axes.
@@ -399,10 +399,10 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         f"x {operands[0].shape} is exported with symbolic sizes, which jax cannot find "
         f"{where}; export it once for each size"
     )
-    if any(map(is_scaled, jax.tree.leaves(operands[1], is_leaf=is_scaled))):
+    is_fp8 = any(map(is_scaled, jax.tree.leaves(operands[1], is_leaf=is_scaled)))
+    if is_fp8:
         other = "pass the arrays from which the kernels were quantized"
-        raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
-    if is_explicit or not layout.may_fall_back():
+    if is_fp8 or is_explicit or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     *others, state = operands
     kernels, replicated = others[1], layout.replicated()
