@@ -75,7 +75,7 @@ NAMES = {
         TransformerLayer
     """,
     "jax_ub.fp8": """
-        DelayedScaling Float8CurrentScaling Format MXFP8BlockScaling QParams
+        DelayedScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling QParams
         RowwiseScaling apply_updates init_state quantize_params
     """,
     "jax_ub.ops": """

@@ -21,6 +21,7 @@ def test_defaults_are_those_of_transformer_engine():
         "reduce_amax": True,
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
     }
     assert (current.use_power_2_scales, current.fp8_format) == (
         False,
@@ -28,12 +29,16 @@ def test_defaults_are_those_of_transformer_engine():
     )
     assert current.fp8_quant_fwd_inp.amax_epsilon == 0.0
     assert not any(map(current.has_power_2_scale, ("input", "kernel", "output_grad")))
+    assert current.fp8_gemm_fprop == FP8.MMParams(use_split_accumulator=False)
+    assert current.fp8_gemm_dgrad == FP8.MMParams(use_split_accumulator=True)
+    assert current.fp8_gemm_wgrad == FP8.MMParams() == current.fp8_gemm_dgrad
     assert FP8.MXFP8BlockScaling() == FP8.MXFP8BlockScaling(
         margin=0,
         fp8_format=FP8.Format.E4M3,
         enable_2d_quantization=False,
         fp8_dpa=False,
         fp8_mha=False,
+        backward_override=None,
     )
     assert FP8.RowwiseScaling().fp8_format is FP8.Format.E4M3
 
@@ -109,6 +114,15 @@ UNSUPPORTED = ub.errors.UnsupportedOverlapError
             UNSUPPORTED,
             "fp8_dpa = True, but att",
         ),
+        *(
+            (
+                kind,
+                {"backward_override": "dequantized"},
+                UNSUPPORTED,
+                f"{kind}: backward_override = 'dequantized', but the backward pass mul",
+            )
+            for kind in ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+        ),
         (
             "Float8CurrentScaling",
             {"use_power_2_scales": "yes"},
@@ -119,13 +133,31 @@ UNSUPPORTED = ub.errors.UnsupportedOverlapError
             "Float8CurrentScaling",
             {"fp8_quant_fwd_inp": 1.0},
             CONFIGURATION,
-            "fp8_quant_fwd_inp = 1.0 is not a QParams",
+            "fp8_quant_fwd_inp = 1.0 is not of type QParams. Pass one, for exam",
+        ),
+        (
+            "Float8CurrentScaling",
+            {"fp8_gemm_dgrad": True},
+            CONFIGURATION,
+            r"fp8_gemm_dgrad = True is not of type MMParams. .* ub.fp8.MMParams\(\)",
+        ),
+        (
+            "MMParams",
+            {"use_split_accumulator": None},
+            UNKNOWN,
+            "MMParams: use_split_accumulator = None is not a bool",
         ),
         (
             "QParams",
             {"amax_epsilon": -1},
             CONFIGURATION,
             "amax_epsilon = -1 is not a num",
+        ),
+        (
+            "QParams",
+            {"stochastic_rounding": True},
+            ub.errors.UnknownArgumentError,
+            "QParams: it has no argument 'stochastic_rounding'. Known: 'power_2_scale'",
         ),
         ("QParams", {"power_2_scale": 2}, UNKNOWN, "power_2_scale = 2 is not a bool"),
         (

@@ -105,6 +105,13 @@ def test_the_engine_gets_the_scales_and_the_transposed_kernel(engine):
     assert attributes["has_scales"] == 1
 
 
+def test_gpus_sum_precisely_where_fast_accumulation_is_allowed(engine):
+    fast = ub.fp8.MMParams(use_split_accumulator=False)
+    recipe = ub.fp8.Float8CurrentScaling(fp8_gemm_dgrad=fast, fp8_gemm_wgrad=fast)
+    text = cuda_text(trained("column", fp8=recipe), *operands())
+    assert text == cuda_text(trained("column"), *operands())
+
+
 def refused(match, fp8=CURRENT, **sizes):
     """Asserts that a named method raises an error, and that "auto" falls back."""
     with pytest.raises(UnsupportedOverlapError, match=match):
@@ -213,7 +220,7 @@ def test_all_reduced_products_multiply_scales_of_blocks(rules, monkeypatch):
 def test_whole_blocks_of_tokens_are_contracted(rules, monkeypatch):
     lower_for(monkeypatch, 10, 0)
     sizes = operands(tokens=48, outputs=64)
-    match = "MXFP8 on GPUs contracts multiples of 32 rows or features"
+    match = "MXFP8 on GPUs contracts multiples of 32 rows or features, and 48 is none"
     with pytest.raises(UnsupportedOverlapError, match=match):
         cuda_text(trained("column", fp8=MXFP8, method="ring_exchange"), *sizes)
 

@@ -52,9 +52,10 @@ void CheckBlockScales(const GemmProblem& problem) {
   for (const int64_t bound : problem.a.inner_bounds) {
     if (bound % kScaledBlock == 0) continue;
     throw UnsupportedError("MXFP8 on GPUs contracts multiples of " +
-                           std::to_string(kScaledBlock) +
-                           " rows or features. Pad them, or use a recipe with one "
-                           "scale per tensor");
+                           std::to_string(kScaledBlock) + " rows or features, and " +
+                           std::to_string(bound) +
+                           " is none. Pad them, or use a recipe with one scale per "
+                           "tensor");
   }
 }
 

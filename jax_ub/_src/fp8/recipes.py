@@ -54,7 +54,7 @@ class Format(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class QParams:
+class QParams(KeywordsChecked):
     """How a scale is computed from the largest absolute value (`Float8CurrentScaling`).
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
@@ -83,6 +83,26 @@ class QParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class MMParams(KeywordsChecked):
+    """How precisely a GEMM adds FP8 products (`Float8CurrentScaling`).
+
+    Transformer Engine: `transformer_engine.common.recipe.MMParams`.
+
+    Attributes:
+        use_split_accumulator: whether sums must be f32. False allows the fast
+            accumulation of Ada and Hopper GPUs, which jax_ub never uses.
+
+    Raises:
+        UnknownNameError: if `use_split_accumulator` is not a bool.
+    """
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self):
+        check_flag("MMParams", "use_split_accumulator", self.use_split_accumulator)
+
+
+@dataclasses.dataclass(frozen=True)
 class DelayedScaling(KeywordsChecked):
     """FP8 recipe with one scale per tensor, from the largest values of earlier steps.
 
@@ -107,12 +127,14 @@ class DelayedScaling(KeywordsChecked):
             tensor varies. If false, only over the axes in `axis_name`.
         fp8_dpa: must be false; attention runs in the dtype of the model.
         fp8_mha: must be false, for the same reason.
+        backward_override: must be None; gradients multiply FP8 operands, too.
 
     Raises:
         ConfigurationError: if the margin, the format, the length of the history or
             `scaling_factor_compute_algo` is invalid.
         UnknownNameError: if `amax_compute_algo` or a flag is invalid.
-        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true.
+        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true, or
+            `backward_override` is not None.
     """
 
     margin: int = 0
@@ -123,6 +145,7 @@ class DelayedScaling(KeywordsChecked):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: None = None
 
     def __post_init__(self):
         _check_format(self)
@@ -147,7 +170,7 @@ class DelayedScaling(KeywordsChecked):
                 "not a function. Pass one of (amax, scale, fp8_max, recipe), or None."
             )
         check_flag("DelayedScaling", "reduce_amax", self.reduce_amax)
-        _check_attention(self)
+        _check_precision(self)
 
 
 AMAX_ALGORITHMS = ("max", "most_recent")
@@ -160,8 +183,7 @@ class Float8CurrentScaling(KeywordsChecked):
     The scale is `amax / max`, where `max` is the largest number of the format. It is 1
     if the amax is zero, infinite or NaN.
 
-    Transformer Engine: `transformer_engine.common.recipe.Float8CurrentScaling`, except
-    that a GEMM always sums in f32, so there are no `fp8_gemm_*` parameters.
+    Transformer Engine: `transformer_engine.common.recipe.Float8CurrentScaling`.
 
     Attributes:
         use_power_2_scales: whether scales are rounded up to powers of two.
@@ -169,13 +191,18 @@ class Float8CurrentScaling(KeywordsChecked):
         fp8_quant_fwd_inp: parameters of activations.
         fp8_quant_fwd_weight: parameters of kernels.
         fp8_quant_bwd_grad: parameters of gradients.
+        fp8_gemm_fprop: precision of the sums of the forward pass.
+        fp8_gemm_dgrad: precision of the sums of the gradient of x.
+        fp8_gemm_wgrad: precision of the sums of the gradient of w.
         fp8_dpa: must be false; attention runs in the dtype of the model.
         fp8_mha: must be false, for the same reason.
+        backward_override: must be None; gradients multiply FP8 operands, too.
 
     Raises:
-        ConfigurationError: if the format or a `QParams` is invalid.
+        ConfigurationError: if the format, a `QParams` or an `MMParams` is invalid.
         UnknownNameError: if `use_power_2_scales` is not a bool.
-        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true.
+        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true, or
+            `backward_override` is not None.
     """
 
     use_power_2_scales: bool = False
@@ -183,8 +210,12 @@ class Float8CurrentScaling(KeywordsChecked):
     fp8_quant_fwd_inp: QParams = QParams()
     fp8_quant_fwd_weight: QParams = QParams()
     fp8_quant_bwd_grad: QParams = QParams()
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: None = None
 
     def __post_init__(self):
         check_flag(
@@ -192,12 +223,10 @@ class Float8CurrentScaling(KeywordsChecked):
         )
         _check_format(self)
         for name in _QPARAMS.values():
-            if not isinstance(getattr(self, name), QParams):
-                raise ConfigurationError(
-                    f"Float8CurrentScaling: {name} = {shown(getattr(self, name))} is "
-                    "not a QParams. Pass ub.fp8.QParams(amax_epsilon=...)."
-                )
-        _check_attention(self)
+            _check_type(self, name, QParams, "ub.fp8.QParams(amax_epsilon=...)")
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            _check_type(self, name, MMParams, "ub.fp8.MMParams()")
+        _check_precision(self)
 
     def amax_epsilon(self, role: str) -> float:
         """Returns the lower bound of the amax from which a scale is computed.
@@ -236,11 +265,12 @@ class MXFP8BlockScaling(KeywordsChecked):
         enable_2d_quantization: must be false; blocks of 32 x 32 are not supported.
         fp8_dpa: must be false; attention runs in the dtype of the model.
         fp8_mha: must be false, for the same reason.
+        backward_override: must be None; gradients multiply FP8 operands, too.
 
     Raises:
         ConfigurationError: if the format or the margin is invalid.
         UnsupportedOverlapError: if `enable_2d_quantization`, `fp8_dpa` or `fp8_mha` is
-            true.
+            true, or `backward_override` is not None.
     """
 
     margin: int = 0
@@ -248,6 +278,7 @@ class MXFP8BlockScaling(KeywordsChecked):
     enable_2d_quantization: bool = False
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: None = None
 
     def __post_init__(self):
         _check_format(self)
@@ -258,7 +289,7 @@ class MXFP8BlockScaling(KeywordsChecked):
                 f"{shown(self.enable_2d_quantization)}, but scales of 32 x 32 blocks "
                 "are not supported. Leave it False."
             )
-        _check_attention(self)
+        _check_precision(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,13 +363,31 @@ def _check_margin(recipe):
         )
 
 
-def _check_attention(recipe):
+def _check_type(recipe, field, kind, example):
+    value = getattr(recipe, field)
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{type(recipe).__name__}: {field} = {shown(value)} is not of type "
+            f"{kind.__name__}. Pass one, for example {example}."
+        )
+
+
+def _check_precision(recipe):
+    """Raises an error if attention should be in FP8, or a backward pass should not."""
+    name = type(recipe).__name__
     for field in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, field):
             raise UnsupportedOverlapError(
-                f"{type(recipe).__name__}: {field} = {shown(getattr(recipe, field))}, "
-                "but attention does not run in FP8. Leave it False."
+                f"{name}: {field} = {shown(getattr(recipe, field))}, but attention "
+                "does not run in FP8. Leave it False."
             )
+    override = recipe.backward_override
+    if override is not None:
+        raise UnsupportedOverlapError(
+            f"{name}: backward_override = {shown(override)}, but the backward pass "
+            "multiplies the FP8 operands of the forward pass. Leave it None, or do not "
+            "pass fp8= to layers that need more precise gradients."
+        )
 
 
 def current_scale(
