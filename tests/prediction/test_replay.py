@@ -92,7 +92,7 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
     work = Workload(
         "matmul_all_reduce", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
     )
-    gemm_s = work.gemm.flops / machine.flops_per_s
+    gemm_s = work.gemm_of(work.M).flops / machine.flops_per_s
     wire_s = work.wire_bytes("partial", work.M) / machine.wire_bytes_per_s
     sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
     spans = spans_of(work, machine, variant=Variant.ONE_SHOT)

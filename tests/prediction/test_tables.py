@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Gemm, Processors, Workload
+from jax_ub._src.prediction.cost import Processors, Workload
 from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.tools.models import MODELS
 
@@ -57,8 +57,8 @@ def test_layers_have_the_bounds_of_the_separate_model(name):
 def test_a_gemm_in_chunks_takes_the_time_of_the_separate_model(name):
     for cells in (cells for cells in CHUNKED if cells[0] == name):
         work = workload(*cells[:4])
-        whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm)[1]
-        chunk = Gemm(work.split_rows(1), work.gemm.n, work.gemm.k)
+        whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm_of(work.M))[1]
+        chunk = work.gemm_of(work.split_rows(1))
         chunked = []
         for streams in (1, 2, 3):
             processors = Processors(MACHINE, streams, 2)

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import heapq
 import math
-from typing import NamedTuple
 
 from jax_ub._src.prediction.hardware import Hardware
 
@@ -72,15 +71,11 @@ class Workload:
     def has_product(self) -> bool:
         return self.op in PRODUCTS
 
-    @property
-    def gemm(self) -> Gemm:
-        """Returns the sizes of the GEMM that one rank computes."""
-        if self.gathers:
-            return Gemm(self.M, self.N // self.num_ranks, self.K)
-        return Gemm(self.M, self.N, self.K // self.num_ranks)
-
     def gemm_of(self, num_rows: int) -> Gemm:
-        return dataclasses.replace(self.gemm, m=num_rows)
+        """Returns the sizes of the GEMM that one rank computes for `num_rows` rows."""
+        if self.gathers:
+            return Gemm(num_rows, self.N // self.num_ranks, self.K)
+        return Gemm(num_rows, self.N, self.K // self.num_ranks)
 
     def split_rows(self, num_splits: int) -> int:
         """Returns the number of rows in a split of a chunk (one rank's rows)."""
@@ -127,29 +122,27 @@ def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
     seconds = gemm.flops / part.flops_of(itemsize)
     if part.is_host:
         return seconds, seconds
-    return seconds, max(seconds, _tile(part, gemm, part.processors, itemsize).seconds)
+    return seconds, max(seconds, _tiling(part, gemm, part.processors, itemsize)[0])
 
 
-class _Tiling(NamedTuple):
-    """The time of a GEMM that runs alone on a GPU, in tiles of `tile_s` seconds."""
+def _tiling(
+    hardware: Hardware, gemm: Gemm, processors: int, itemsize: int
+) -> tuple[float, int, float]:
+    """Finds the tiles with which a GEMM is fastest if it runs alone on a GPU.
 
-    seconds: float
-    num_tiles: int
-    tile_s: float
-
-
-def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
-    """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
+    Returns the seconds of the GEMM, its number of tiles, and the seconds of a tile.
+    """
     # The rate of one multiprocessor, computed from the time of a GEMM of 8192^3, which
     # takes `waves` rounds of tiles.
     waves = math.ceil(_ANCHOR_TILES / hardware.processors)
     rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
     found = []
     for rows, columns, efficiency in _TILES:
-        count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
+        num_tiles = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
         tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
-        found.append(_Tiling(math.ceil(count / processors) * tile_s, count, tile_s))
-    return min(found, key=lambda tiling: tiling.seconds)
+        seconds = math.ceil(num_tiles / processors) * tile_s
+        found.append((seconds, num_tiles, tile_s))
+    return min(found, key=lambda tiling: tiling[0])
 
 
 class Processors:
@@ -171,12 +164,12 @@ class Processors:
         The operands of the GEMM are available at the time `available`.
         """
         start = max(available, self._streams.popleft()) + self._hardware.launch_s
-        tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
-        merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
-        whole, rest = divmod(tiling.num_tiles, merged)
+        _, total, tile_s = _tiling(self._hardware, gemm, self._count, self._itemsize)
+        merged = max(1, total // (self._count * _MAX_WAVES))
+        whole, rest = divmod(total, merged)
         end = start
         for num_tiles in [merged] * whole + [rest] * (rest > 0):
-            done = max(self._free[0], start) + tiling.tile_s * num_tiles
+            done = max(self._free[0], start) + tile_s * num_tiles
             heapq.heapreplace(self._free, done)
             end = max(end, done)
         self._streams.append(end)
@@ -188,6 +181,5 @@ class Processors:
         Each multiprocessor first finishes its tile. Returns the start and end.
         """
         start = available + self._hardware.launch_s
-        ends = [max(free, start) + seconds for free in self._free]
-        self._free = sorted(ends)
+        self._free = sorted(max(free, start) + seconds for free in self._free)
         return start, self._free[-1]

@@ -155,7 +155,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
     run, part = _as_run(work, choice, machine), machine.shared_by(P)
     alone_s = library_gemm_s = 0.0
     if op not in _COLLECTIVES:
-        gemm = work.gemm if is_product else Gemm(M, N // P, K)
+        gemm = work.gemm_of(M) if is_product else Gemm(M, N // P, K)
         alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
 
     def collective_s(num_bytes):

@@ -65,7 +65,9 @@ def replay(
     """Simulates the steps of a rank; returns the start and end of each."""
     rank = _Rank(steps, work, machine, num_splits, num_streams)
     for step in steps:
-        rank.simulate(step)
+        if action := getattr(rank, step.kind, None):
+            action(step)
+        rank.previous = step.kind
     if not machine.is_host and work.num_ranks > 1:
         end = end_s(rank.spans)
         rank.spans.append(Span("end", (), end, end + machine.launch_s))
@@ -78,14 +80,11 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """The state of a simulated rank. Each step of the schedule updates it.
-
-    The kinds of steps that take time are methods.
-    """
+    """The state of a simulated rank. Its methods are the steps that take time."""
 
     def __init__(self, steps, work, machine, num_splits, num_streams):
         self.spans: list[Span] = []
-        self._previous = ""  # the kind of the previous step
+        self.previous = ""  # the kind of the previous step
         self._work, self._rows = work, work.split_rows(num_splits)
         self._hardware, self._gpu = machine.shared_by(work.num_ranks), None
         if not machine.is_host:
@@ -98,29 +97,22 @@ class _Rank:
         # The time at which the last step on a GPU's communication stream, or on a
         # host's thread, has ended.
         self._clock = 0.0
-        self._has_waited_for_free_slots = False
         # The times at which peers have filled this rank's slots.
         self._arrivals: dict[int, float] = {}
         # The times at which received data, products and sums are complete, by payload,
         # chunk and split. The rank's own operands are complete from the start.
         self._ready: dict[tuple, float] = collections.defaultdict(float)
 
-    def simulate(self, step):
-        if action := getattr(self, step.kind, None):
-            action(step)
-        self._previous = step.kind
-
     def wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free. On
         # a GPU, one launch waits for all of them.
-        if not self._has_waited_for_free_slots:
+        if not any(span.kind == "wait_free" for span in self.spans):
             self._launch_wait(step)
-        self._has_waited_for_free_slots = True
 
     def wait(self, step):
         if step.slot not in self._arrivals:
             raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
-        if self._previous != "wait":  # one kernel waits for all data of several waits
+        if self.previous != "wait":  # one kernel waits for all data of several waits
             self._launch_wait(step)
         self._clock = max(self._clock, self._arrivals[step.slot])
         if step.payload != "partial":  # the sum follows the waits for partial sums
@@ -145,8 +137,7 @@ class _Rank:
         ready = max(self._ready["operand", chunk, step.split] for chunk in chunks)
         if self._gpu is None:
             seconds = gemm.flops / self._hardware.flops_of(self._work.itemsize)
-            seconds += self._hardware.launch_s
-            end = self._run(step, ready, seconds)
+            end = self._run(step, ready, seconds + self._hardware.launch_s)
         else:
             start, end = self._gpu.run(ready, gemm)
             self.spans.append(Span("multiply", tuple(chunks), start, end))
@@ -156,14 +147,11 @@ class _Rank:
     def reduce(self, step):
         num_bytes = self._work.reduce_bytes(self._rows_of(step))
         ready = max(self._clock, self._ready["partial", step.chunk, step.split])
-        launch_s = self._hardware.launch_s
-        self._clock = self._run_on_all(step, ready, num_bytes, launch_s)
-        self._ready[_data(step)] = self._clock
+        self._clock = self._move(step, ready, num_bytes, self._hardware.launch_s)
 
     def copy(self, step):
         num_bytes = 2 * self._work.wire_bytes(step.payload, self._rows)
-        ready = self._ready[_data(step)]
-        self._ready[_data(step)] = self._run_on_all(step, ready, num_bytes, 0.0)
+        self._move(step, self._ready[_data(step)], num_bytes, 0.0)
 
     def _rows_of(self, step):
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
@@ -175,13 +163,15 @@ class _Rank:
         self.spans.append(Span(step.kind, (step.chunk,), start, self._clock))
         return self._clock
 
-    def _run_on_all(self, step, ready, num_bytes, host_launch_s):
+    def _move(self, step, ready, num_bytes, host_launch_s):
         """Runs a sum or copy, on all multiprocessors of a GPU; returns its end."""
         seconds = num_bytes / self._hardware.memory_bytes_per_s
         if self._gpu is None:
-            return self._run(step, ready, seconds + host_launch_s)
-        start, end = self._gpu.run_on_all(ready, seconds)
-        self.spans.append(Span(step.kind, (step.chunk,), start, end))
+            end = self._run(step, ready, seconds + host_launch_s)
+        else:
+            start, end = self._gpu.run_on_all(ready, seconds)
+            self.spans.append(Span(step.kind, (step.chunk,), start, end))
+        self._ready[_data(step)] = end
         return end
 
 
