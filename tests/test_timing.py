@@ -71,7 +71,6 @@ def test_the_calmest_rounds_are_kept(monkeypatch):
 
 
 def test_short_rounds_continue_the_interval_of_the_load(monkeypatch):
-    timing._background_load.cache_clear()
     loads = []
 
     def share(load):
@@ -79,8 +78,8 @@ def test_short_rounds_continue_the_interval_of_the_load(monkeypatch):
         return 0.0
 
     monkeypatch.setattr(timing.BackgroundLoad, "share", share)
-    for _ in range(2):
-        interleave([Candidate("a", lambda: None, [])], 1)
+    for num_ranks in (1, 2):
+        Ranks(num_ranks).interleave([Candidate("a", lambda: None, [])], 1)
     assert loads[0] is loads[1]
 
 
@@ -187,7 +186,7 @@ def test_invalid_arguments_of_the_peak_are_rejected(dtype, duration_s, text):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_limit_is_flops_over_the_peak_rate(dtype):
-    (candidate,) = peak_candidates(Ranks(2), dtype, 10**9)
+    (candidate,) = peak_candidates("cpu", dtype, 10**9)
     assert candidate.name == timing.PEAK
     assert candidate.seconds() > 0
     candidate.program = lambda *operands: 200.0
@@ -196,7 +195,7 @@ def test_the_peak_limit_is_flops_over_the_peak_rate(dtype):
 
 def test_lost_is_the_drop_below_the_best_peak(monkeypatch):
     monkeypatch.setattr(timing, "_best_rates", {})
-    (candidate,) = peak_candidates(Ranks(2), "float32", 10**9)
+    (candidate,) = peak_candidates("cpu", "float32", 10**9)
     rates = iter([100.0, 75.0, 200.0])
     candidate.program = lambda *operands: next(rates)
     lost = []
@@ -207,8 +206,8 @@ def test_lost_is_the_drop_below_the_best_peak(monkeypatch):
 
 
 def test_there_is_no_peak_without_flops_or_on_gpus():
-    assert peak_candidates(Ranks(1), "float32", 0) == []
-    assert peak_candidates(types.SimpleNamespace(platform="gpu"), "float32", 8) == []
+    assert peak_candidates("cpu", "float32", 0) == []
+    assert peak_candidates("gpu", "float32", 8) == []
 
 
 def test_median_and_best_of_a_series():

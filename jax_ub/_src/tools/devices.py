@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import backend, settings
+from jax_ub._src.tools.timing import Timer
 
 AXIS = "tp"
 Spec = PartitionSpec
@@ -57,8 +58,8 @@ def start(
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranks:
-    """A 1D mesh of this process's first `num_ranks` devices, for benchmark programs."""
+class Ranks(Timer):
+    """A 1D mesh of this process's first `num_ranks` devices, and their timer."""
 
     num_ranks: int
 

@@ -14,7 +14,7 @@ from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, Ranks
-from jax_ub._src.tools.timing import Candidate, fastest
+from jax_ub._src.tools.timing import Candidate
 
 # Name of JAX's Pallas kernel in tables and JSON.
 PALLAS = "pallas"
@@ -54,13 +54,11 @@ class Programs:
         return Candidate(name, program, self._fresh(), variant, self.carry)
 
     def fastest(
-        self,
-        name: str,
-        functions: Mapping[Any, Callable[..., Any]],
-        find: Callable[[Sequence[Candidate]], Candidate] = fastest,
+        self, name: str, functions: Mapping[Any, Callable[..., Any]]
     ) -> Candidate:
-        """Returns the fastest of {variant: function}, according to the timer `find`."""
-        found = find([self(name, f, variant) for variant, f in functions.items()])
+        """Returns the fastest of {variant: function}."""
+        variants = [self(name, f, variant) for variant, f in functions.items()]
+        found = self.ranks.fastest(variants)
         # The operand `carry` is created again, because the trials have replaced it.
         return dataclasses.replace(found, operands=self._fresh())
 

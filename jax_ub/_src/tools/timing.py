@@ -6,7 +6,6 @@ Slow phases of the machine then affect all programs, not only one.
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import random
 import time
@@ -20,7 +19,6 @@ from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.command_line import load_extra
-from jax_ub._src.tools.devices import Ranks
 
 Values = Sequence[float] | np.ndarray
 # Name, in tables, of a lower bound for the times of all programs: the time of the same
@@ -28,9 +26,9 @@ Values = Sequence[float] | np.ndarray
 PEAK = "peak"
 # Seconds of one measurement of the peak rate: 20 times the wake-up time of a thread.
 _PEAK_DURATION_S = 0.005
-# `fastest` first drops the variants that take more than _MAX_SLOWDOWN times as long as
-# the fastest one in one round. It then times the other variants in _TRIALS rounds.
-_MAX_SLOWDOWN, _TRIALS = 1.5, 4
+# `fastest` first drops the variants that take more than this many times as long as the
+# fastest one in one round.
+_MAX_SLOWDOWN = 1.5
 # Largest share of the CPU that other processes may use in a calm benchmark round.
 _CALM = 0.05
 # The shortest interval in which the CPU load is measured, because the kernel counts CPU
@@ -91,12 +89,12 @@ class PeakCandidate(Candidate):
         return self.flops / rate / 1e9
 
 
-def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
+def peak_candidates(platform: str, dtype: str, flops: int) -> list[Candidate]:
     """Returns [`PeakCandidate`], whose time is a lower bound for all programs.
 
     The list is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
     """
-    if ranks.platform != "cpu" or not flops:
+    if platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
     measure = cpu_engine.load().peak_gflops
@@ -169,15 +167,6 @@ class BackgroundLoad:
         return self._share
 
 
-@functools.cache
-def _background_load():
-    """Returns the `BackgroundLoad` that all calls of `interleave` use by default.
-
-    A load is measured over at least 0.1 s, and one call may take less time.
-    """
-    return BackgroundLoad()
-
-
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """The times of each program, in seconds, in all benchmark rounds that were kept.
@@ -189,50 +178,66 @@ class Rounds:
     elsewhere: float
 
 
-def interleave(
-    candidates: Sequence[Any],
-    rounds: int,
-    patience: int = 1,
-    *,
-    load: BackgroundLoad | None = None,
-    agree: Callable[[float], float] = float,
-    measure: Callable[[Any], float] = operator.methodcaller("seconds"),
-) -> Rounds:
-    """Times every program once per round, in a random order that differs by round.
+# All benchmark cases share one measurement of the load, because it takes at least
+# 0.1 s, and the rounds of a case may be shorter.
+_background_load = functools.cache(BackgroundLoad)
 
-    So no program always follows the same one, with its effects on caches, clock
-    frequency and threads. The calmest `rounds` rounds are kept, of at most
-    `rounds * patience`. `agree` maps a round's background load to a value that all
-    processes share. `measure` times one call of a program.
+
+class Timer:
+    """Times programs in this process. A subclass may time them in several processes.
+
+    `num_trials` is the number of rounds in which `fastest` times the variants.
     """
-    load = load or _background_load()
-    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    shares: list[float] = []
-    while len(shares) < rounds * patience and sum(s <= _CALM for s in shares) < rounds:
-        order = random.Random(len(shares))
-        for candidate in order.sample(candidates, len(candidates)):
-            seconds[candidate.name].append(measure(candidate))
-        shares.append(agree(max([load.share(), *(c.lost for c in candidates)])))
-    kept = sorted(range(len(shares)), key=shares.__getitem__)[:rounds]
-    times = {name: [every[i] for i in kept] for name, every in seconds.items()}
-    return Rounds(times, shares[kept[-1]])
+
+    num_trials = 4
+
+    def interleave(
+        self, candidates: Sequence[Any], rounds: int, patience: int = 1
+    ) -> Rounds:
+        """Times every program once per round, in a random order that differs by round.
+
+        So no program always follows the same one, with its effects on caches, clock
+        frequency and threads. The calmest `rounds` rounds are kept, of at most `rounds
+        * patience`.
+        """
+        seconds: dict[str, list[float]] = {each.name: [] for each in candidates}
+        shares: list[float] = []
+        most = rounds * patience
+        while len(shares) < most and sum(s <= _CALM for s in shares) < rounds:
+            order = random.Random(len(shares))
+            for candidate in order.sample(candidates, len(candidates)):
+                seconds[candidate.name].append(self._seconds(candidate))
+            shares.append(self._share(candidates))
+        kept = sorted(range(len(shares)), key=shares.__getitem__)[:rounds]
+        times = {name: [every[i] for i in kept] for name, every in seconds.items()}
+        return Rounds(times, shares[kept[-1]])
+
+    def fastest(self, variants: Sequence[Candidate]) -> Candidate:
+        """Returns the fastest of several variants of a program."""
+        if len(variants) == 1:
+            return variants[0]
+        for variant in variants:
+            variant()
+        numbered = [dataclasses.replace(v, name=str(i)) for i, v in enumerate(variants)]
+        first = {name: s[0] for name, s in self.interleave(numbered, 1).seconds.items()}
+        bound = _MAX_SLOWDOWN * min(first.values())
+        quick = [v for v in numbered if first[v.name] <= bound]
+        times = self.interleave(quick, self.num_trials).seconds
+        return variants[int(min(times, key=lambda name: min(times[name])))]
+
+    def _seconds(self, candidate: Any) -> float:
+        return candidate.seconds()
+
+    @functools.cached_property
+    def _load(self) -> BackgroundLoad:
+        return _background_load()
+
+    def _share(self, candidates: Sequence[Any]) -> float:
+        """Returns the share of the machine that others used in the last round."""
+        return max([self._load.share(), *(c.lost for c in candidates)])
 
 
-def fastest(
-    variants: Sequence[Candidate],
-    run: Callable[[Sequence[Candidate], int], Rounds] = interleave,
-    trials: int = _TRIALS,
-) -> Candidate:
-    """Returns the fastest of several variants of a program, timed by `run`."""
-    if len(variants) == 1:
-        return variants[0]
-    for variant in variants:
-        variant()
-    numbered = [dataclasses.replace(v, name=str(i)) for i, v in enumerate(variants)]
-    first = {name: s[0] for name, s in run(numbered, 1).seconds.items()}
-    bound = _MAX_SLOWDOWN * min(first.values())
-    times = run([v for v in numbered if first[v.name] <= bound], trials).seconds
-    return variants[int(min(times, key=lambda name: min(times[name])))]
+interleave, fastest = Timer().interleave, Timer().fastest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ communication. It shows how fast the whole computation could be at best.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
-from jax_ub._src.tools.timing import PEAK, Candidate, fastest, peak_candidates
+from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
 
 # Names of the timed programs, in the columns of the benchmark's tables and the keys of
 # its JSON.
@@ -125,13 +125,12 @@ class Setup:
     """The ranks and the dtype for which benchmark cases are built.
 
     `variants` selects variants of the op "gemm", such as "nn+bias"; an empty tuple
-    selects all of them. `find` finds the fastest of several programs.
+    selects all of them.
     """
 
     ranks: Ranks
     dtype: str
     variants: tuple[str, ...] = ()
-    find: Callable[[Sequence[Candidate]], Candidate] = fastest
 
     def case(
         self,
@@ -151,7 +150,7 @@ class Setup:
         """
         flops = num_gemms * shape.flops
         every = [c for c in candidates if not isinstance(c, str)]
-        every += peak_candidates(self.ranks, wide_dtype(self.dtype), flops)
+        every += peak_candidates(self.ranks.platform, wide_dtype(self.dtype), flops)
         return Case(
             *(op, variant, self.dtype, self.ranks.num_ranks, shape, flops, every),
             notes=tuple(c for c in candidates if isinstance(c, str)),

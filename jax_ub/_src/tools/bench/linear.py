@@ -188,14 +188,14 @@ def _case(op, setup, column, *, quantizes):
     local = Shape(column.M, column.K, column.N // setup.ranks.num_ranks)
     dots = {
         name: peers.fastest_dot(
-            *(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks, setup.find)
+            name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks
         )
         for name in op.gemms
     }
     programs = op.on(ranks, wide, column, given)
     own = programs(cases.OWN, op.own(**options))
     written = _written(op, setup.dtype, dots, quantizes)
-    timed = [programs.fastest(name, written[name], setup.find) for name in written]
+    timed = [programs.fastest(name, written[name]) for name in written]
     alone = op.on(Ranks(1), wide, column, given)
     plain = alone(cases.PLAIN, op.own(method="direct", **options))
     candidates: list[Any] = [own, *timed, plain]

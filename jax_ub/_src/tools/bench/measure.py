@@ -32,13 +32,10 @@ from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.timing import Candidate, Rounds
+from jax_ub._src.tools.timing import Candidate
 
 # Number of barriers of jax_ub's engine that are timed together.
 _NUM_BARRIERS = 500
-# How many times a job times each of XLA's programs to find the fastest one. With two
-# times, a program was selected that takes 1.5 times as long (64 rows, bf16).
-_TRIALS = 8
 
 
 class Barriers(Candidate):
@@ -76,15 +73,11 @@ FIXED_SHAPES = {
 
 
 def measure(
-    chosen: Options,
-    ranks_of: Callable[[int], Ranks] = Ranks,
-    find: Callable[[Sequence[Candidate]], Candidate] = timing.fastest,
-    interleave: Callable[..., Rounds] = timing.interleave,
+    chosen: Options, ranks_of: Callable[[int], Ranks] = Ranks
 ) -> Iterator[Result]:
     """Builds, checks and times all benchmark cases, and yields their results.
 
-    The ranks are devices of this process, or of all processes of a `Job`. `find` and
-    `interleave` time their programs.
+    The ranks are devices of this process, or of all processes of a `Job`.
     """
     sizes = [
         (op, dtype, num_ranks, shape)
@@ -96,7 +89,7 @@ def measure(
     ]
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         name = BY_SHORT_NAME.get(dtype, dtype)
-        setup = Setup(ranks_of(num_ranks), name, chosen.variants, find)
+        setup = Setup(ranks_of(num_ranks), name, chosen.variants)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
@@ -104,9 +97,9 @@ def measure(
             # compiles it and replaces a donated operand by the result. The result may
             # be sharded differently from the operand; the second call then compiles
             # again.
-            interleave(candidates, 1)
-            rounds = interleave(candidates, chosen.rounds, chosen.patience)
-            yield evaluate(case, rounds)
+            setup.ranks.interleave(candidates, 1)
+            rounds = (chosen.rounds, chosen.patience)
+            yield evaluate(case, setup.ranks.interleave(candidates, *rounds))
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
@@ -124,34 +117,26 @@ def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
     ]
 
 
-class Job:
-    """Times programs in all processes of a job. Each process has one rank.
+class Job(ProcessRanks):
+    """A timer of programs in all processes of a job. Each process has one rank.
 
-    `interleave` and `find` are `timing.interleave` and `timing.fastest`. The slowest
-    process determines the time of a call, so all processes get the same times.
+    The slowest process determines the time of a call, so all processes get the same
+    times.
     """
 
-    def __init__(self) -> None:
-        self.is_first = jax.process_index() == 0
-        self.ranks = ranks = ProcessRanks(jax.process_count())
-        self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
-        self._ones = ranks.place(np.ones(ranks.num_ranks, np.float32), ROWS)
-        self.synchronize()
-        # All cases share one measurement of the CPU load by other programs, because a
-        # measurement takes at least 0.1 s, and the rounds of a case may be shorter.
-        self.interleave = functools.partial(
-            timing.interleave,
-            load=timing.BackgroundLoad(lambda: sum(self._gather(process_time()))),
-            agree=self._largest,
-            measure=lambda candidate: self._largest(self._seconds(candidate)),
-        )
-        self.find = functools.partial(
-            timing.fastest, run=self.interleave, trials=_TRIALS
-        )
+    # With two trials, a program was selected that takes 1.5 times as long (64 rows,
+    # bf16).
+    num_trials = 8
+
+    @functools.cached_property
+    def _psum(self):
+        psum = self.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
+        ones = self.place(np.ones(self.num_ranks, np.float32), ROWS)
+        return functools.partial(psum, ones)
 
     def synchronize(self) -> None:
         """Waits until every process of the job has called this, by an all-reduce."""
-        jax.block_until_ready(self._psum(self._ones))
+        jax.block_until_ready(self._psum())
 
     def _seconds(self, candidate):
         """Returns the seconds of a call that starts in all processes simultaneously.
@@ -159,20 +144,25 @@ class Job:
         Process 0 runs the limits, with all cores, while the other processes wait.
         """
         self.synchronize()
+        seconds = 0.0
         if candidate.name not in cases.LIMITS:
-            return candidate.seconds()
-        if not self.is_first:
-            return 0.0
-        with timing.engine_threads(cpu_engine.load().default_num_threads()):
-            return candidate.seconds()
+            seconds = candidate.seconds()
+        elif jax.process_index() == 0:
+            with timing.engine_threads(cpu_engine.load().default_num_threads()):
+                seconds = candidate.seconds()
+        return max(self._gather(seconds))
+
+    @functools.cached_property
+    def _load(self):
+        return timing.BackgroundLoad(lambda: sum(self._gather(process_time())))
+
+    def _share(self, candidates):
+        return max(self._gather(super()._share(candidates)))
 
     def _gather(self, value: float) -> list[float]:
         """All-gathers one number of each process, in f64."""
         with jax.enable_x64(True):
             return multihost_utils.process_allgather(np.float64(value)).tolist()
-
-    def _largest(self, value: float) -> float:
-        return max(self._gather(value))
 
 
 def run_jobs(options: Options) -> Iterator[Result]:
@@ -205,16 +195,17 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize()
-        job, num = Job(), jax.process_count()
+        job, is_first = Job(jax.process_count()), jax.process_index() == 0
         tokens = max(shape.M for shape in options.shapes)
         features = max(max(shape.K, shape.N) for shape in options.shapes)
-        ub.initialize_ub((tokens, features), num, mesh=job.ranks.mesh, axis_name=AXIS)
+        capacity = (tokens, features)
+        ub.initialize_ub(capacity, job.num_ranks, mesh=job.mesh, axis_name=AXIS)
         results = []
-        for result in measure(options, ProcessRanks, job.find, job.interleave):
+        for result in measure(options, lambda num_ranks: job):
             results.append(result)
-            if job.is_first:
+            if is_first:
                 print(report.table([result]), flush=True)
-        if job.is_first:
+        if is_first:
             found = results, lowering_log.fallbacks()
             parts.part_path(path, 0).write_bytes(pickle.dumps(found))
         job.synchronize()

@@ -8,7 +8,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from jax_ub._src.fp8.recipes import OUTPUT_GRAD, Recipe
 from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled
 from jax_ub._src.tools.devices import AXIS, ROWS, Ranks
 from jax_ub._src.tools.programs import Programs
-from jax_ub._src.tools.timing import Candidate, fastest
 
 # Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
 # a transposed operand: "nn" is fprop, "nt" dgrad, "tn" wgrad.
@@ -83,14 +82,9 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
 
 @functools.cache
 def fastest_dot(
-    layout: str,
-    dtype: str,
-    left: tuple,
-    right: tuple,
-    ranks: Ranks,
-    find: Callable[[Sequence[Candidate]], Candidate] = fastest,
+    layout: str, dtype: str, left: tuple, right: tuple, ranks: Ranks
 ) -> DotVariant:
-    """Returns the fastest way to write a GEMM in XLA on this machine, timed by `find`.
+    """Returns the fastest way to write a GEMM in XLA on this machine.
 
     `left` and `right` are the operands' local shapes. All ranks compute the dot at the
     same time. With AVX512-BF16, a bf16 dot is twice as fast with an f32 result; with
@@ -105,7 +99,7 @@ def fastest_dot(
     programs = Programs(ranks, operands, specs, ROWS)
     variants = dot_variants(layout, dtype, ranks.platform)
     functions = {variant: functools.partial(program, variant) for variant in variants}
-    return programs.fastest("", functions, find).variant
+    return programs.fastest("", functions).variant
 
 
 # Methods of the classes below that run a layer have the name of the corresponding
