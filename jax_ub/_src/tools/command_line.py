@@ -352,12 +352,17 @@ def note_misplaced_options(
 
 def check_program(command: str, program: str, *, is_module: bool) -> None:
     """Checks that Python finds a script, or the package of a module."""
-    if not is_module:
-        _check_script(command, program)
-    elif not _has_package(program):
+    if is_module and not _has_package(program):
         raise ScriptError(
             f"{command}: there is no module {shown(program)}. Give a name as after "
             "`python -m`."
+        )
+    # Python also runs a folder with this file.
+    paths = program, os.path.join(program, "__main__.py")
+    if not is_module and not any(map(os.path.isfile, paths)):
+        raise ScriptError(
+            f"{command}: there is no script {shown(program)}. To run a module, put "
+            "-m before it."
         )
 
 
@@ -366,20 +371,6 @@ def _has_package(module):
         return importlib.util.find_spec(module.partition(".")[0]) is not None
     except ValueError:  # no name
         return False
-
-
-def _check_script(command, path):
-    """Checks that Python can run `path`: a file, or a folder with `__main__.py`."""
-    found = pathlib.Path(path)
-    try:
-        exists = found.is_file() or (found / "__main__.py").is_file()
-    except (OSError, ValueError):  # path too long, or with a null byte
-        exists = False
-    if not exists:
-        raise ScriptError(
-            f"{command}: there is no script {shown(path)}. To run a module, put "
-            "-m before it."
-        )
 
 
 def run_program(
