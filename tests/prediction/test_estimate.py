@@ -17,8 +17,8 @@ from jax_ub._src import methods
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import PRODUCTS
 from jax_ub._src.prediction.estimate import OPS
+from jax_ub._src.prediction.replay import PRODUCTS
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.errors import ShapeContractError, UnknownNameError
 

@@ -9,8 +9,7 @@ import pytest
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Processors, Workload
-from jax_ub._src.prediction.replay import end_s, timeline
+from jax_ub._src.prediction.replay import Processors, Workload, end_s, timeline
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = hardware.find("h100")

@@ -6,8 +6,14 @@ import pytest
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Gemm, Processors, Workload
-from jax_ub._src.prediction.replay import end_s, replay, timeline
+from jax_ub._src.prediction.replay import (
+    Gemm,
+    Processors,
+    Workload,
+    end_s,
+    replay,
+    timeline,
+)
 from jax_ub._src.runtime import cpu_engine
 
 # A machine with one processor, which runs every chunk as one kernel, so that no time is

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Processors, Workload
 from jax_ub._src.prediction.estimate import estimate
+from jax_ub._src.prediction.replay import Processors, Workload
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = dataclasses.replace(

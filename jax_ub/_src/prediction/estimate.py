@@ -1,6 +1,5 @@
 """Predicts the time of one call, and whether XLA is faster."""
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -11,9 +10,15 @@ from jax_ub._src import methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import PRODUCTS, Gemm, Workload, gemm_s
 from jax_ub._src.prediction.hardware import Hardware
-from jax_ub._src.prediction.replay import end_s, timeline
+from jax_ub._src.prediction.replay import (
+    PRODUCTS,
+    Gemm,
+    Workload,
+    end_s,
+    gemm_s,
+    timeline,
+)
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -231,8 +236,7 @@ def estimate_on_gpus(
         return None
     name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
     found = _estimate(choice, op, sizes, dtype, machines.find(name))
-    in_process = collections.Counter(device.process_index for device in devices)
-    if max(in_process.values()) > 1:
+    if len({device.process_index for device in devices}) < len(devices):
         enqueued_s = found.num_launches * _ENQUEUE_S
         found = dataclasses.replace(found, seconds=max(found.seconds, enqueued_s))
     return found
