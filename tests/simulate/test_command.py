@@ -22,6 +22,7 @@ def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
     assert __main__.main(["simulate", *arguments, "--json", str(found)]) == 0
     text = capsys.readouterr().out
     assert "each GPU: 788 TFLOP/s" in text
+    assert "collective 15 us; 4 multiprocessors are kept free\n" in text
     lines = [line.split() for line in text.splitlines() if line.startswith("|")]
     assert [line[1] for line in lines[2:7]] == ["qkv", "proj", "fc1", "fc2", "sum"]
     document = json.loads(found.read_text())
@@ -48,6 +49,7 @@ def test_a_host_takes_measured_rates(capsys):
     text = capsys.readouterr().out
     assert "a host for all ranks: 500 GFLOP/s" in text
     assert "8 GB/s of memory" in text
+    assert "multiprocessors" not in text
 
 
 def test_each_time_has_a_unit_that_fits(tmp_path, capsys):

@@ -16,13 +16,7 @@ from jax_ub._src.prediction.estimate import Prediction, estimate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import command_line
-from jax_ub._src.tools.command_line import (
-    amount_of,
-    load_extra,
-    name_of,
-    output_path,
-    positive,
-)
+from jax_ub._src.tools.command_line import amount_of, name_of, positive
 from jax_ub._src.tools.models import MODELS, Layer
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
@@ -213,7 +207,10 @@ def _divides(layers, tokens, num_ranks):
 
 def describe(machine: Hardware) -> list[str]:
     """Returns the text above the table: the machine's rates, and what columns mean."""
-    each = "a host for all ranks" if machine.is_host else "each GPU"
+    each, kept_free = "a host for all ranks", ""
+    if not machine.is_host:
+        num_reserved = machine.reserved_processors
+        each, kept_free = "each GPU", f"; {num_reserved} multiprocessors are kept free"
     latencies = (machine.handshake_s, machine.launch_s, machine.collective_s)
     handshake, launch, collective = map(format_seconds, latencies)
     rates = (machine.wire_bytes_per_s, machine.memory_bytes_per_s)
@@ -223,8 +220,7 @@ def describe(machine: Hardware) -> list[str]:
         f"large bf16 GEMM, {wire} to the peers, one direction, {memory} of memory",
         f"a put reaches {machine.wire_share:.0%} of the wire, a collective "
         f"{machine.collective_share:.0%}; handshake {handshake}, launch {launch}, "
-        f"collective {collective}; {machine.reserved_processors} multiprocessors are "
-        "kept free",
+        f"collective {collective}{kept_free}",
         "serial: the library's GEMM, then the collective; ideal: the longer of the two "
         "alone; plan: jax_ub",
     ]
@@ -264,7 +260,7 @@ def _machine(given):
 
 def picture_path(text: str) -> pathlib.Path:
     """Parses the path of an image file that can be written; an argparse `type`."""
-    path = output_path(text)
+    path = command_line.output_path(text)
     if path.suffix not in _SUFFIXES:
         raise argparse.ArgumentTypeError(
             f"{shown(text)} does not end in {', '.join(_SUFFIXES)}. Name an image file."
@@ -282,7 +278,7 @@ def _draw(
             f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
             f"--tokens {given.tokens} divides into none of them. Take a multiple."
         )
-    load_extra("matplotlib", "simulate: --plot")
+    command_line.load_extra("matplotlib", "simulate: --plot")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 3.6))
     panel = figure.subplots()
     width = _GROUP_WIDTH / len(drawn)
