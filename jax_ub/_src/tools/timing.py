@@ -233,11 +233,11 @@ class Timer:
         return _background_load()
 
     def _share(self, candidates: Sequence[Any]) -> float:
-        """Returns the share of the machine that others used in the last round."""
+        """Returns the share of the machine that a round did not get, from 0 to 1."""
         return max([self._load.share(), *(c.lost for c in candidates)])
 
 
-interleave, fastest = Timer().interleave, Timer().fastest
+interleave = Timer().interleave
 
 
 @dataclasses.dataclass(frozen=True)
