@@ -15,7 +15,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, MethodChoice
 from jax_ub._src.prediction.hardware import Hardware
@@ -136,27 +136,29 @@ def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
     seconds = gemm.flops / part.flops_of(itemsize)
     if part.is_host:
         return seconds, seconds
-    return seconds, max(seconds, _tiling(part, gemm, part.processors, itemsize)[0])
+    return seconds, max(seconds, _tile(part, gemm, part.processors, itemsize).seconds)
 
 
-def _tiling(
-    hardware: Hardware, gemm: Gemm, processors: int, itemsize: int
-) -> tuple[float, int, float]:
-    """Finds the tiles with which a GEMM is fastest if it runs alone on a GPU.
+class _Tiling(NamedTuple):
+    """The time of a GEMM that runs alone on a GPU, in tiles of `tile_s` seconds."""
 
-    Returns the seconds of the GEMM, its number of tiles, and the seconds of a tile.
-    """
+    seconds: float
+    num_tiles: int
+    tile_s: float
+
+
+def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
+    """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
     # The rate of one multiprocessor, computed from the time of a GEMM of 8192^3, which
     # takes `waves` rounds of tiles.
     waves = math.ceil(_ANCHOR_TILES / hardware.processors)
     rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
     found = []
     for rows, columns, efficiency in _TILES:
-        num_tiles = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
+        count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
         tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
-        seconds = math.ceil(num_tiles / processors) * tile_s
-        found.append((seconds, num_tiles, tile_s))
-    return min(found, key=lambda tiling: tiling[0])
+        found.append(_Tiling(math.ceil(count / processors) * tile_s, count, tile_s))
+    return min(found, key=lambda tiling: tiling.seconds)
 
 
 class Processors:
@@ -178,12 +180,12 @@ class Processors:
         The operands of the GEMM are available at the time `available`.
         """
         start = max(available, self._streams.popleft()) + self._hardware.launch_s
-        _, total, tile_s = _tiling(self._hardware, gemm, self._count, self._itemsize)
-        merged = max(1, total // (self._count * _MAX_WAVES))
-        whole, rest = divmod(total, merged)
+        tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
+        merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
+        whole, rest = divmod(tiling.num_tiles, merged)
         end = start
         for num_tiles in [merged] * whole + [rest] * (rest > 0):
-            done = max(self._free[0], start) + tile_s * num_tiles
+            done = max(self._free[0], start) + tiling.tile_s * num_tiles
             heapq.heapreplace(self._free, done)
             end = max(end, done)
         self._streams.append(end)
