@@ -123,7 +123,7 @@ def test_the_kernel_runs_the_call_for_which_it_was_chosen(gpus, choose, batch):
     assert not ub.fallbacks()
     (one,) = lowered
     assert (one.method, one.tiles, one.reason) == (NEXT.method, TILES, None)
-    (row,) = program.call_rows(lowered, report.find_hardware("h100"), {}, {})
+    (row,) = program.call_rows(lowered, report.find_hardware("h100"), {}, ())
     assert row.overlapped and row.method == "pallas" and row.predicted_s is None
     assert f"JAX's kernel, with {TILES}, the fastest by a tuned table" in row.note
 
@@ -213,7 +213,7 @@ def check_next(text, lowered, reason):
     assert fallback.reason.startswith("JAX's Pallas kernel, the fastest by a tuned")
     assert reason in fallback.reason
     assert fallback.reason.endswith(f"{NEXT} runs it")
-    (row,) = program.call_rows(lowered, report.find_hardware("h100"), {}, {})
+    (row,) = program.call_rows(lowered, report.find_hardware("h100"), {}, ())
     assert row.overlapped and row.method == NEXT.method.value
     assert "not pallas: " in row.note and reason in row.note
 

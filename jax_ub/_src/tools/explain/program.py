@@ -25,8 +25,8 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.traces import ub_name_in
 
-# Identifies equal calls, whose executions are counted: a call and its operands' avals.
-_CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
+# An equation of a jaxpr, how often a program runs it, and its JAX name stack.
+_Equation = tuple[core.JaxprEqn, float, str]
 # A name scope around operations that JAX has transformed, such as "jvp(mlp)".
 _TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
 # How the name scopes begin that JAX adds.
@@ -39,14 +39,6 @@ _RESHARDED = (
     "XLA's own: the call expects another sharding. Are the kinds "
     '"column" and "row" swapped?'
 )
-
-
-@dataclasses.dataclass
-class _Executions:
-    """How often a program runs equal calls, and the name stacks of their equations."""
-
-    count: float = 0
-    stacks: list[str] = dataclasses.field(default_factory=list)
 
 
 def explain(
@@ -92,11 +84,11 @@ def explain(
     traced = program.trace(*arrays)
     with recording() as lowered:
         text = compiled_text(traced)
-    jaxpr = traced.jaxpr.jaxpr
-    found = list(hlo.collectives(text, _mesh_of(jaxpr, arrays)))
+    run = list(equations(traced.jaxpr.jaxpr))
+    found = list(hlo.collectives(text, _mesh_of(run, arrays)))
     name = getattr(fn, "__name__", "").strip("<>") or "program"
     waits = report.read_waits(trace)
-    return table_of(name, lowered, found, hardware, waits, arrays, jaxpr)
+    return table_of(name, lowered, found, hardware, waits, arrays, run)
 
 
 def compiled_text(traced: jax.stages.Traced) -> str:
@@ -144,13 +136,13 @@ def _is_array(leaf):
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _mesh_of(jaxpr, arrays) -> Mapping[str, int]:
+def _mesh_of(run: Sequence[_Equation], arrays: Sequence[Any]) -> Mapping[str, int]:
     """Returns {mesh axis: size} of a program, or {} if its mesh is unknown."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh.shape
-    for equation, *_ in equations(jaxpr):
+    for equation, *_ in run:
         if equation.primitive.name == "shard_map":
             return equation.params["mesh"].shape
     return {}
@@ -178,20 +170,20 @@ def table_of(
     hardware: HardwareLike,
     waits: Waits,
     arrays: Sequence[Any] = (),
-    jaxpr: core.Jaxpr | None = None,
+    run: Sequence[_Equation] = (),
 ) -> Table:
     """Returns the table that `explain` prints.
 
-    `found` has all collectives of XLA, and `arrays` are the program's arguments.
-    Without a `jaxpr`, a call counts as often as it is lowered, and a call that became
-    plain JAX during tracing is listed only if XLA communicates next to its dot.
+    `found` has all collectives of XLA, `arrays` are the program's arguments, and `run`
+    has its equations. Without the equations, a call counts as often as it is lowered,
+    and a call that became plain JAX during tracing is listed only if XLA communicates
+    next to its dot.
     """
     machine, axes = report.find_hardware(hardware), _tensor_axes(lowered, arrays)
-    executions = {} if jaxpr is None else _executions(jaxpr)
     rows = [
-        *call_rows(lowered, machine, waits, executions),
+        *call_rows(lowered, machine, waits, run),
         *_xla_rows(found, machine, lowered, axes),
-        *(() if jaxpr is None else _other_fallbacks(jaxpr, found)),
+        *_other_fallbacks(run, found),
     ]
     linears = [row for row in rows if not row.is_collective]
     on = sum(row.overlapped for row in linears)
@@ -210,17 +202,17 @@ def call_rows(
     lowered: Sequence[LoweredCall],
     machine: Hardware,
     waits: Waits,
-    executions: Mapping[_CallSite, _Executions],
+    run: Sequence[_Equation],
 ) -> Iterator[Row]:
     """Yields a table row for each distinct call of jax_ub in a program.
 
-    `executions` is a result of `_executions`. A call that is not in it counts as often
-    as it is lowered.
+    A call without an equation in `run` counts as often as it is lowered.
     """
-    groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
+    executions = _executions(run)
+    groups = collections.defaultdict(list)
     for one in lowered:
         key = (one.call, one.operands, one.method, one.reason, one.tiles)
-        groups.setdefault(key, []).append(one)
+        groups[key].append(one)
     for (call, operands, method, reason, tiles), equal in groups.items():
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
@@ -238,26 +230,24 @@ def call_rows(
             hardware=machine,
             gathered_dtype=call.gathered_dtype(*operands),
         )
-        lowerings = _Executions(len(equal), [one.scope for one in equal])
-        runs = executions.get((call, operands), lowerings)
-        scopes = dict.fromkeys(_scope(stack, call.label) for stack in runs.stacks)
-        count = runs.count
+        lowerings = [(1, one.scope) for one in equal]
+        executed = executions.get((call, operands), lowerings)
+        scopes = dict.fromkeys(_scope(stack, call.label) for _, stack in executed)
+        count = sum(times for times, _ in executed)
+        notes = ["" if count == 1 else f"x {count}"]
         if count == math.inf:
             notes, count = ["x in a loop"], len(equal)
-        else:
-            notes, count = ["" if count == 1 else f"x {count}"], int(count)
         notes.append("nothing to communicate" if num_ranks == 1 else "")
         notes.append(call.execution.replicated)
         if tiles is not None:
             notes.append(f"JAX's kernel, with {tiles}, the fastest by a tuned table")
         elif equal[0].why_not_pallas:
             notes.append(f"not pallas: {equal[0].why_not_pallas}")
-        target = call.op
         is_sequential = method is Method.EXTERNAL and num_ranks > 1 and tiles is None
         why_not = reason or (_why_sequential(call) if is_sequential else "")
         yield Row(
             scope=", ".join(scopes),
-            op=target,
+            op=call.op,
             overlapped=not why_not,
             method=method.value if tiles is None else "pallas",
             reason=why_not,
@@ -265,10 +255,10 @@ def call_rows(
             # The cost model does not include JAX's Pallas kernel, so no time is
             # predicted for it.
             predicted_s=prediction.seconds if tiles is None else None,
-            measured_exposed_s=waits.get((call.label, target)),
+            measured_exposed_s=waits.get((call.label, call.op)),
             note=", ".join(filter(None, notes)),
             flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,
-            count=count or len(equal),
+            count=int(count) or len(equal),
             dtype=" x ".join(_SHORT_NAMES.get(each, each.name) for each in dtypes),
         )
 
@@ -375,7 +365,7 @@ def _split_scope(pair):
     return dataclasses.replace(pair, scope=scope), fallback, reason
 
 
-def _other_fallbacks(jaxpr, found) -> Iterator[Row]:
+def _other_fallbacks(run, found) -> Iterator[Row]:
     """Yields a table row for each call that runs as plain JAX and has no row yet.
 
     These are calls whose dot has no collective next to it, for example on one rank, and
@@ -383,7 +373,7 @@ def _other_fallbacks(jaxpr, found) -> Iterator[Row]:
     `found` already have rows.
     """
     known = {lowering_log.fallback_in(one.scope) for one in found if one.could_be}
-    for equation, *_ in equations(jaxpr):
+    for equation, *_ in run:
         op = _FALLEN.get(equation.primitive.name)
         if op is None:
             continue
@@ -414,22 +404,24 @@ def _without_transformations(scope):
     return scope
 
 
-def _executions(jaxpr: core.Jaxpr) -> dict[_CallSite, _Executions]:
-    """Returns how many times a jaxpr runs each call of jax_ub: inf in a while loop."""
-    found: dict[_CallSite, _Executions] = collections.defaultdict(_Executions)
-    for equation, times, stack in equations(jaxpr):
+def _executions(run: Sequence[_Equation]):
+    """Returns {(call of jax_ub, its operands): [(number of executions, name stack)]}.
+
+    The list has an entry for each equation that binds the call to such operands.
+    """
+    found = collections.defaultdict(list)
+    for equation, times, stack in run:
         call = equation.params.get("call")
         if isinstance(call, Call):
             variables, _ = call.split(equation.invars)
             operands = tuple(shape_of(variable.aval) for variable in variables)
-            found[call, operands].count += times
-            found[call, operands].stacks.append(stack)
+            found[call, operands].append((times, stack))
     return found
 
 
 def equations(
     jaxpr: core.Jaxpr, times: float = 1, outer_stack: str = ""
-) -> Iterator[tuple[core.JaxprEqn, float, str]]:
+) -> Iterator[_Equation]:
     """Yields each equation of a jaxpr and of nested jaxprs, its count and name stack.
 
     The count is the number of executions, inf inside a while loop. JAX's name stack of
