@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src import checks as shapes
-from jax_ub._src import methods
+from jax_ub._src import checks, methods
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method, MethodChoice
@@ -75,6 +74,16 @@ _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
     "sequence_parallel=True"
 )
+_check_count = checks.option_check(
+    lambda value: value is None or (checks.is_integer(value) and value > 0),
+    "a positive integer",
+    "Pass one, or leave it out.",
+)
+_check_dtype = checks.option_check(
+    lambda value: checks.dtype_of(value) is not None,
+    "a dtype",
+    "Pass the dtype of the activations, for example jnp.bfloat16.",
+)
 _NO_RANKS = (
     "not predicted, because the number of ranks is unknown: pass num_ranks, or call "
     "it under jax.set_mesh"
@@ -95,19 +104,9 @@ class Sizes:
     waits: Waits
 
     def __post_init__(self):
-        for name in ("tokens", "num_ranks"):
-            value = getattr(self, name)
-            if value is None or (shapes.is_integer(value) and value > 0):
-                continue
-            raise ShapeContractError(
-                f"explain: {name} = {shown(value)} is not a positive integer. Pass "
-                "one, or leave it out."
-            )
-        if shapes.dtype_of(self.dtype) is None:
-            raise ShapeContractError(
-                f"explain: dtype = {shown(self.dtype)} is not a dtype. Pass the dtype "
-                "of the activations, for example jnp.bfloat16."
-            )
+        _check_count("explain", "tokens", self.tokens)
+        _check_count("explain", "num_ranks", self.num_ranks)
+        _check_dtype("explain", "dtype", self.dtype)
 
     def dtype_of(self, linear: BasicLinear) -> np.dtype:
         return np.dtype(self.dtype if linear.dtype is None else linear.dtype)
@@ -224,7 +223,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
             raise ShapeContractError(
                 f"explain: tokens = {sizes.tokens} does not divide into {ranks} ranks, "
                 "which the sequence-parallel linears require. Use tokens = "
-                f"{shapes.round_up(sizes.tokens, ranks)}."
+                f"{checks.round_up(sizes.tokens, ranks)}."
             )
         if sizes.dtype_of(op).itemsize in ITEMSIZES:
             found = [_estimate(op, call_config, sizes, ranks, step) for step in steps]
