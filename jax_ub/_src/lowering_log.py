@@ -54,7 +54,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
     the scope.
     """
     record_fallback(label, reason)
-    with jax.named_scope(_encode("fallback", label, reason)):
+    with plain_by_choice(label, reason):
         yield
 
 
@@ -67,10 +67,7 @@ def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Decodes a JAX name scope of `falling_back` or `plain_by_choice`, else None.
-
-    The result has the label and the reason that the scope was created with.
-    """
+    """Returns label and reason in a scope of `falling_back` or `plain_by_choice`."""
     return _decode("fallback", scope)
 
 
@@ -98,18 +95,12 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns the reason of the enclosing `replicating`, or "" if there is none.
-
-    The reason says why several ranks compute the same values in the traced code.
-    """
+    """Returns the reason of the enclosing `replicating`, or "" if there is none."""
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Decodes a JAX name scope that `replicating` has created, else returns None.
-
-    The result has the label and the reason that the scope was created with.
-    """
+    """Returns label and reason in a JAX name scope that `replicating` has created."""
     return _decode("replicated", scope)
 
 
