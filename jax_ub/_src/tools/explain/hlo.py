@@ -118,9 +118,8 @@ def collectives(
         mesh: the sizes of the mesh axes. None takes those that the text names.
     """
     program = _Program(_COMMENT.sub("", text), mesh or named_mesh_in(text))
-    for instructions in program.computations.values():
-        body = Body(instructions)
-        for one in instructions.values():
+    for body in program.computations.values():
+        for one in body.instructions.values():
             if one.kind in _COLLECTIVES and communicates(one.text):
                 yield from program.collectives(one, body)
 
@@ -129,24 +128,29 @@ class _Program:
     """The HLO of a compiled program, to find dots and calls next to a collective."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
-        self.computations = dict(computations(text))
+        self.computations = computations(text)
         self._lines = source_lines(text)
         self._mesh = mesh
         # {computation: its first dot}, for the computations that contain a dot.
         self._dots = {
             name: dot_of(one, body)
             for name, body in self.computations.items()
-            for one in reversed(body.values())
+            for one in reversed(body.instructions.values())
             if multiplies(one)
         }
+        # The computations that compute anything other than dots.
         self._impure = {
             name
             for name, body in self.computations.items()
-            if not all(o.opcode in _MOVES or multiplies(o) for o in body.values())
+            for one in body.instructions.values()
+            if one.opcode not in _MOVES and not multiplies(one)
         }
+        # The computations that only move or convert values.
+        self._moving = self.computations.keys() - self._impure - self._dots.keys()
         entry = _ENTRY.search(text)
-        self._entry = self.computations.get(entry[1] if entry else "", {})
-        arguments = (o for o in self._entry.values() if o.opcode == "parameter")
+        self._entry = self.computations.get(entry[1] if entry else "", Body({}))
+        instructions = self._entry.instructions.values()
+        arguments = (one for one in instructions if one.opcode == "parameter")
         self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
     def collectives(self, one: Instruction, body: Body) -> Iterator[Collective]:
@@ -192,27 +196,31 @@ class _Program:
         """Returns, for each array of a collective, the dot that uses or computes it."""
         if one.kind == "all-gather":
             return [self._nearest_dot(start, body, body.users) for start in users]
-        if one.kind not in _COULD_BE or not _may_sum(one, self.computations):
+        if one.kind not in _COULD_BE or not self._may_sum(one):
             return []
         return [
             self._nearest_dot([name], body, body.operands, self._impure)
             for name in one.operands
         ]
 
+    def _may_sum(self, one: Instruction) -> bool:
+        """Returns whether a reduction may be a sum, as opposed to, say, a maximum."""
+        body = self.computations.get(one.called, Body({}))
+        opcodes = {each.opcode for each in body.instructions.values()}
+        return opcodes <= {"parameter", "add", "convert"}
+
     def _without_dot(self, whole, one, body) -> Collective:
         primitive = one.op_name.rpartition("/")[2]
-        if one.kind in _RESHARDS and not primitive.startswith(_RESHARDS[one.kind]):
-            for neighbors in (body.users, body.operands):
-                if call := _nearest_call(one, body, neighbors):
-                    whole = dataclasses.replace(whole, scope=call, is_reshard=True)
-                    break
+        is_added = not primitive.startswith(_RESHARDS.get(one.kind, ""))
+        if is_added and (call := _nearest_call(one, body)):
+            whole = dataclasses.replace(whole, scope=call, is_reshard=True)
         if one.kind == "all-gather" and not self._gathers_argument(one, body):
             return dataclasses.replace(whole, gathered=tuple(one.arrays[0][1]))
         return whole
 
     def _combined(self, part, one, body, index, users) -> Collective:
         """Returns the part of a collective for one array that is not next to a dot."""
-        near = [*_known([*one.operands[index : index + 1], *users], body), one]
+        near = [*body.known([*one.operands[index : index + 1], *users]), one]
         scope = next((each.op_name for each in near if each.op_name), one.name)
         if one.kind == "all-gather":
             is_of_kernel = self._gathers_argument(one, body, index)
@@ -264,7 +272,7 @@ class _Program:
             one = body.instructions.get(name)
             if one is None or one.opcode == "parameter":
                 return True
-            if one.opcode not in _MOVES and not self._only_moves(one):
+            if one.opcode not in _MOVES and one.called not in self._moving:
                 return False
             if not one.operands:
                 return True
@@ -280,11 +288,11 @@ class _Program:
         the shape of a slice.
         """
         shape = sorted(array[1])
-        if body.instructions is self._entry:
+        if body is self._entry:
             has_kernel = any(self._is_argument(name, body) for name in dot.operands)
             return shape in map(sorted, self._argument_shapes) and not has_kernel
         layers = [sorted(stacked[1:]) for stacked in self._argument_shapes]
-        factors = [a for one in _known(dot.operands, body) for a in one.arrays]
+        factors = [a for one in body.known(dot.operands) for a in one.arrays]
         has_kernel = any(sorted(sizes) in layers for _, sizes in factors)
         return shape in layers and not has_kernel
 
@@ -298,7 +306,7 @@ class _Program:
         reached, seen = users, set(users)
         while reached:
             following: list[str] = []
-            for one in _known(reached, body):
+            for one in body.known(reached):
                 dot = self._dots.get(one.called)
                 if dot is None and not multiplies(one) and not one.is_call:
                     following += body.users[one.name]
@@ -308,38 +316,24 @@ class _Program:
             seen.update(reached)
         return False
 
-    def _only_moves(self, one: Instruction) -> bool:
-        """Returns whether an instruction is a fusion that changes no value."""
-        has_no_dot = one.called not in self._impure and one.called not in self._dots
-        return one.opcode == "fusion" and bool(one.called) and has_no_dot
-
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
         """Follows `neighbors` from the instructions `reached` to the nearest dot."""
         for one in body.around(reached, neighbors, impure):
             if multiplies(one):
-                return dot_of(one, body.instructions)
+                return dot_of(one, body)
             if one.called in self._dots and one.called not in impure:
                 dot = self._dots[one.called]
                 return dataclasses.replace(dot, operands=one.operands)
         return None
 
 
-def _may_sum(one, computations):
-    """Returns whether a reduction may be a sum, as opposed to, say, a maximum."""
-    body = computations.get(one.called, {})
-    return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
-
-
-def _known(names, body):
-    return (body.instructions[name] for name in names if name in body.instructions)
-
-
-def _nearest_call(one, body, neighbors):
-    """Returns the name of the nearest jax_ub call along `neighbors`, or None."""
-    for near in body.around(neighbors.get(one.name, ()), neighbors):
-        label = _LABEL.search(near.text)
-        if near.is_call and label:
-            return ub_name_in(label[1]) or label[1]
+def _nearest_call(one, body):
+    """Returns the name of the nearest call of jax_ub that reads or computes `one`."""
+    for neighbors in (body.users, body.operands):
+        for near in body.around(neighbors.get(one.name, ()), neighbors):
+            label = _LABEL.search(near.text)
+            if near.is_call and label:
+                return ub_name_in(label[1]) or label[1]
     return None
 
 

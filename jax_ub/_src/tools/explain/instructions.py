@@ -129,6 +129,9 @@ class Body:
             for operand in used:
                 self.users[operand].append(name)
 
+    def known(self, names: Iterable[str]) -> list[Instruction]:
+        return [self.instructions[name] for name in names if name in self.instructions]
+
     def users_by_array(self, one: Instruction) -> list[list[str]]:
         """Returns, for each result array of a collective, the instructions using it."""
         if len(one.arrays) == 1:
@@ -155,8 +158,7 @@ class Body:
         computations in `blocking`.
         """
         for _ in range(MAX_STEPS):
-            known = self.instructions
-            found = [known[name] for name in reached if name in known]
+            found = self.known(reached)
             yield from found
             passed = [one for one in found if one.passes and one.called not in blocking]
             reached = [name for one in passed for name in neighbors.get(one.name, ())]
@@ -168,20 +170,19 @@ def _first_group(pattern, text) -> str:
     return found[1] if found else ""
 
 
-def computations(text: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
-    """Yields (name, {instruction name: instruction}) for each HLO computation."""
-    name, body = "", {}
+def computations(text: str) -> dict[str, Body]:
+    """Returns the HLO computations in a text, by name."""
+    found: dict[str, Body] = {}
+    name, instructions = "", {}
     for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found:
-            one = _instruction(*found.groups())
-            body[one.name] = one
+        if instruction := _INSTRUCTION.match(line):
+            one = _instruction(*instruction.groups())
+            instructions[one.name] = one
         elif line.strip() == "}":
-            yield name, body
-        else:
-            head = _COMPUTATION.match(line)
-            if head:
-                name, body = head[1], {}
+            found[name] = Body(instructions)
+        elif head := _COMPUTATION.match(line):
+            name, instructions = head[1], {}
+    return found
 
 
 def _instruction(name, shape, opcode, rest):
@@ -210,9 +211,9 @@ def multiplies(one: Instruction) -> bool:
     return not one.is_call and any(word in target for word in _MATMUL_CALLS)
 
 
-def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
+def dot_of(one: Instruction, body: Body) -> Dot:
     """Returns the sizes of a dot. Operands that are not in `body` have size 0."""
-    known = [body[name].arrays for name in one.operands[:2] if name in body]
+    known = [operand.arrays for operand in body.known(one.operands[:2])]
     # A library call may return its workspace as a second array, so only the first array
     # of each operand and of the result counts.
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
