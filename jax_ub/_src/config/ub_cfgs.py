@@ -42,7 +42,7 @@ from jax_ub._src.parallel import (
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
-_FUSED = frozenset(Method) - {Method.BULK}
+_FUSED = tuple(method for method in Method if method is not Method.BULK)
 # Maps (pass, collective) to (default method, valid methods). The collective is an
 # all-gather or a reduce-scatter. The default applies where Transformer Engine does not
 # use method "bulk".
@@ -51,16 +51,16 @@ _METHODS = {
     (FPROP, _RS): (Method.PIPELINE, _FUSED),
     # Method "bulk" all-gathers x during the dgrad GEMM. The other methods all-gather
     # dy, an operand of the dgrad GEMM.
-    (DGRAD, _AG): (Method.RING_EXCHANGE, frozenset(Method)),
+    (DGRAD, _AG): (Method.RING_EXCHANGE, tuple(Method)),
     (DGRAD, _RS): (Method.PIPELINE, _FUSED),
     # Method "direct" reads the peers' shards within the wgrad GEMM. Method "external"
     # all-gathers them before the GEMM.
     (WGRAD, _AG): (
         Method.EXTERNAL,
-        frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
+        (Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA),
     ),
     # Only "bulk" reduce-scatters dx during the wgrad GEMM.
-    (WGRAD, _RS): (Method.BULK, frozenset((Method.BULK,))),
+    (WGRAD, _RS): (Method.BULK, (Method.BULK,)),
 }
 
 
@@ -108,24 +108,22 @@ def method_defaults(
 
 # Methods of GEMM + reduce-scatter that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
-# Settings that only some overlaps read: {setting: (methods, collective)}. The
-# collective is True for reduce-scatters, False for all-gathers, and None for both. In
-# all other overlaps, the setting must have its default.
+# Settings that only some overlaps read: {setting: (methods, collectives)}. In all other
+# overlaps, the setting must have its default.
 _ONLY = {
-    "num_splits": ((Method.PIPELINE,), None),
-    "aggregate": ((Method.RING_EXCHANGE,), False),
+    "num_splits": ((Method.PIPELINE,), (_AG, _RS)),
+    "aggregate": ((Method.RING_EXCHANGE,), (_AG,)),
     "use_ce": (
         (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK, Method.EXTERNAL),
-        None,
+        (_AG, _RS),
     ),
-    "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
+    "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), (_RS,)),
 }
-# Settings that Transformer Engine reads in some overlaps and ignores in the others:
-# {setting: (methods, collective)}, as in `_ONLY`.
+# Settings that Transformer Engine reads in some overlaps and ignores in the others.
 _READ_BY = {
     **_ONLY,
-    "use_ce": ((Method.RING_EXCHANGE,), None),
-    "fp8_buf": (tuple(set(Method) - {Method.BULK}), True),
+    "use_ce": ((Method.RING_EXCHANGE,), (_AG, _RS)),
+    "fp8_buf": (_FUSED, (_RS,)),
 }
 # Settings that select method "auto" for every forward pass and dgrad. They contain no
 # wgrads: a column-parallel layer's wgrad has nothing to communicate, because an "auto"
@@ -259,25 +257,27 @@ def _check_method(name, method, comm_type, entry):
     direction = split_name(name)[1]
     _, possible = _METHODS[direction, comm_type]
     if method not in possible:
-        known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
         raise ConfigurationError(
             f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} cannot use "
-            f'method "{method.value}". Use one of {known}.'
+            f'method "{method.value}". Use one of {_quoted(possible)}.'
         )
 
 
 def _check_keys(name, method, comm_type, entry, defaults):
-    for key, (only, scatters) in _ONLY.items():
-        fits = method in only and scatters in (None, comm_type is _RS)
+    for key, (only, comm_types) in _ONLY.items():
+        fits = method in only and comm_type in comm_types
         if fits or entry.get(key, defaults[key]) == defaults[key]:
             continue
-        where = {None: "", True: " (RS)", False: " (AG)"}
-        methods = ", ".join(f'"{one.value}"' for one in only)
+        where = f" ({comm_types[0].value})" if len(comm_types) == 1 else ""
         raise ConfigurationError(
             f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} has no effect "
-            f'with method "{method.value}" ({comm_type.value}), only with {methods}'
-            f"{where[scatters]}. Leave it out; {_IGNORED}"
+            f'with method "{method.value}" ({comm_type.value}), only with '
+            f"{_quoted(only)}{where}. Leave it out; {_IGNORED}"
         )
+
+
+def _quoted(methods):
+    return ", ".join(f'"{method.value}"' for method in methods)
 
 
 def _check_wire(name, method, comm_type, entry, mode):
@@ -294,10 +294,9 @@ def _check_wire(name, method, comm_type, entry, mode):
             f"{found}, but bulk sums the result of a GEMM, and sums are never computed "
             'in FP8. Leave it out, or use "pipeline" for the dgrad.'
         )
-    methods = ", ".join(f'"{one.value}"' for one in _FP8_SUMS)
     raise ConfigurationError(
         f'{found}, but method "{method.value}" sends no partial sums. Use one of '
-        f"{methods}."
+        f"{_quoted(_FP8_SUMS)}."
     )
 
 
@@ -380,8 +379,8 @@ def _without_ignored_keys(name, entry):
     method, comm_type = _method_and_type(name, entry)
 
     def is_read(key):
-        only, scatters = _READ_BY.get(key, (Method, None))
-        return method in only and scatters in (None, comm_type is _RS)
+        only, comm_types = _READ_BY.get(key, (Method, CommOverlapType))
+        return method in only and comm_type in comm_types
 
     return {key: value for key, value in entry.items() if is_read(key)}
 
