@@ -279,11 +279,8 @@ def _multiplied(call, operands):
 
     For a call without a GEMM, it is the dtype of the array that is sent.
     """
-    if call.has_scales:
-        multiplied = operands[: call.num_scales]
-    else:
-        multiplied = operands[: 1 if call.communicates_only else 2]
-    return list(dict.fromkeys(each.dtype for each in multiplied))
+    num_multiplied = call.num_scales or (1 if call.communicates_only else 2)
+    return list(dict.fromkeys(each.dtype for each in operands[:num_multiplied]))
 
 
 def _xla_rows(found, machine, lowered, axes) -> Iterator[Row]:

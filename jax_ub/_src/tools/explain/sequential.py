@@ -1,9 +1,7 @@
 """Implements `Sequential.explain`: which linears overlap after fusion, and why not."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.ops.basic import AllGather, AllReduce, ReduceScatter
 from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
-from jax_ub._src.ops.fuser import operation_label
+from jax_ub._src.ops.fuser import OperationFuser, operation_label
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import mode_of
@@ -26,9 +24,6 @@ from jax_ub._src.runtime import registry
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.explain.report import Row, Table, Waits
-
-if TYPE_CHECKING:
-    from jax_ub._src.ops.fuser import OperationFuser
 
 _PASSES = ("forward", "backward")
 _COLLECTIVES = {
@@ -53,6 +48,7 @@ _UNFUSED = {
     ),
     ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
+    (None, True): ("matmul kn", "matmul nk, matmul kn"),
 }
 # Steps that replace an op: if partial sums are sent as FP8 (`wire_dtype`), and if a GPU
 # would have to multiply gathered FP8 rows by non-FP8 operands.
@@ -302,9 +298,8 @@ def _multiplies_unlike_sent(op, call_config):
 def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
     """Returns the GEMMs and collectives of one pass."""
     parallel = config.mode.parallel
-    sequence_parallel = parallel is not None and op.sequence_parallel
     if not is_fused:
-        text = _UNFUSED[parallel, sequence_parallel][is_backward]
+        text = _UNFUSED[parallel, config.mode.sequence_parallel][is_backward]
     elif not is_backward:
         text = f"{mode_of(parallel, True).op} kn"
     elif parallel == "row":
