@@ -240,8 +240,8 @@ def measure(case: TunedKey, choices: Sequence[MethodChoice], rounds: int) -> Mea
     made = programs(case)
     running: list[Candidate] = []
     failed: dict[MethodChoice | str, str] = {}
-    for index, choice in enumerate(choices):
-        candidate = made(str(index), function(case, choice))
+    for choice in choices:
+        candidate = made(str(choice), function(case, choice), choice)
         try:
             candidate()  # compiles it
         except UbError as error:
@@ -257,8 +257,7 @@ def measure(case: TunedKey, choices: Sequence[MethodChoice], rounds: int) -> Mea
             candidate, tiles = kernel
             running.append(candidate)
     found = interleave(running, rounds).seconds
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    pallas = None if tiles is None else (medians.pop(PALLAS), tiles)
-    seconds = {choices[int(name)]: each for name, each in medians.items()}
-    ordered = dict(sorted(seconds.items(), key=lambda item: item[1]))
+    medians = {each.variant: statistics.median(found[each.name]) for each in running}
+    pallas = None if tiles is None else (medians.pop(tiles), tiles)
+    ordered = dict(sorted(medians.items(), key=lambda item: item[1]))
     return Measured(ordered, failed, pallas)
