@@ -66,11 +66,6 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def signal_at_death_of_parent(number: int) -> None:
-    """Asks the kernel to send a signal to this process when its parent exits."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
 def _prctl(option, value):
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -193,7 +188,7 @@ class Rank:
         parent = os.getpid()
 
         def die_with_parent():
-            signal_at_death_of_parent(signal.SIGKILL)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -236,7 +231,7 @@ class Supervisor:
         self._job, self._status = job, 0
         self._failed: list[Rank] = []  # those that failed before the others were ended
         self._is_ending = False  # whether the ranks have been sent a signal
-        self._folder: str | None = None  # removed at the end, if the launcher is lost
+        self._is_launcher_lost = False
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
         self._events = selectors.DefaultSelector()
@@ -299,8 +294,8 @@ class Supervisor:
             for rank in self._running:
                 rank.send(signal.SIGKILL)
             kill_descendants()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._is_launcher_lost and self._job["folder"] is not None:
+                shutil.rmtree(self._job["folder"], ignore_errors=True)
         self._report()
         return self._status
 
@@ -333,10 +328,9 @@ class Supervisor:
                 linger_s = max(linger_s, _CAUSE_S)
             self._end(128 - status if status < 0 else status, linger_s=linger_s)
 
-    def _end(self, status, number=signal.SIGTERM, linger_s=None):
+    def _end(self, status, number=signal.SIGTERM, linger_s=0.0):
         """Schedules signal `number`, and later SIGKILL, to all running processes."""
         self._status = self._status or status  # the job keeps its first status
-        linger_s = self._job["linger_s"] if linger_s is None else linger_s
         self._after(linger_s, lambda: self._send(number))
         self._after(linger_s + self._job["grace_s"], lambda: self._send(signal.SIGKILL))
 
@@ -348,19 +342,19 @@ class Supervisor:
     def _interrupt(self, number):
         if number in ENDED_BY:
             self._say(f"{signal_name(number)}: ending {len(self._running)} processes.")
-            self._end(128 + number, number, linger_s=0.0)
+            self._end(128 + number, number)
 
     def _time_out(self):
         running = ", ".join(str(i) for i in sorted(r.index for r in self._running))
         limit = f"--timeout {self._job['timeout_s']:g} s"
         self._say(f"{limit} passed before the end of process {running}.")
-        self._end(_TIMED_OUT, linger_s=0.0)
+        self._end(_TIMED_OUT)
 
     def _launcher_ended(self):
         self._ignore(0)
         self._status = self._status or 128 + signal.SIGHUP
         self._send(signal.SIGKILL)
-        self._folder = self._job["folder"]
+        self._is_launcher_lost = True
 
     def _lines_written(self):
         relays = [r for rank in self._ranks for r in (rank.stdout, rank.stderr)]
