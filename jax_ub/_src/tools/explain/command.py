@@ -19,14 +19,6 @@ from jax_ub._src.lowering_log import recording
 from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.runtime import cpu_engine, settings
 from jax_ub._src.tools import command_line
-from jax_ub._src.tools.command_line import (
-    add_module,
-    check_program,
-    name_of,
-    note_misplaced_options,
-    run_program,
-    split_program,
-)
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.trace.traces import Recording, trace
 
@@ -41,24 +33,23 @@ class ExplainError(UbError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     hardware = f"predict for {', '.join(HARDWARE)} (default: the local devices)"
-    parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
+    add("--hardware", type=command_line.name_of(HARDWARE), help=hardware)
     command_line.add_json(parser, "the table", has_program=True)
-    add_module(parser)
+    command_line.add_module(parser)
     program = "or the name of a module, after -m; and its arguments. Options of "
     program += "explain precede it"
     # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
-    parser.add_argument(
-        "program", nargs=argparse.PARSER, metavar="script.py", help=program
-    )
+    add("program", nargs=argparse.PARSER, metavar="script.py", help=program)
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
     """Runs the program, prints the table and returns the program's exit status."""
-    script, *arguments = split_program(given.program)
-    check_program("explain", script, is_module=given.module)
-    note_misplaced_options("explain", given, arguments)
+    script, *arguments = command_line.split_program(given.program)
+    command_line.check_program("explain", script, is_module=given.module)
+    command_line.note_misplaced_options("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
         # The folder is set before the script runs, because XLA reads the setting when
         # the script starts the backend.
@@ -70,7 +61,7 @@ def command(given: argparse.Namespace) -> int:
             _compiled() as compiled,
             command_line.program_stdout(given),
         ):
-            status = run_program(script, arguments, is_module=given.module)
+            status = command_line.run_program(script, arguments, is_module=given.module)
         texts = [
             path.read_text()
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))

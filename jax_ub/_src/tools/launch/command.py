@@ -9,12 +9,7 @@ end all processes.
 import argparse
 from typing import Any
 
-from jax_ub._src.tools.command_line import (
-    add_module,
-    check_program,
-    seconds,
-    split_program,
-)
+from jax_ub._src.tools import command_line
 from jax_ub._src.tools.launch.job import Job, LaunchError
 from jax_ub._src.tools.launch.parts import count
 
@@ -29,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices-per-process", type=count, default=1, metavar="K", help=devices)
     hosts = "simulate this many hosts, which share no memory (default: 1)"
     add("--hosts", type=count, default=1, metavar="H", help=hosts)
-    times: dict[str, Any] = {"type": seconds, "metavar": "SECONDS"}
+    times: dict[str, Any] = {"type": command_line.seconds, "metavar": "SECONDS"}
     timeout = "end all processes after this time, with exit status 124"
     add("--timeout", help=timeout, **times)
     linger = "how long the other processes may run on after one failed, to print "
@@ -37,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
-    add_module(parser)
+    command_line.add_module(parser)
     program = "or the name of a module, after -m; and its arguments"
     # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     add("program", nargs=argparse.PARSER, metavar="script.py", help=program)
@@ -46,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Runs the user's program in all processes of a job; returns the exit status."""
-    program = split_program(given.program)
+    program = command_line.split_program(given.program)
     if given.processes % given.hosts:
         raise LaunchError(
             f"launch: --hosts {given.hosts} does not divide -n {given.processes}. Give "
             "a divisor."
         )
     if not given.module:  # of a module, the processes report that it does not exist
-        check_program("launch", program[0], is_module=False)
+        command_line.check_program("launch", program[0], is_module=False)
     # After "--", even a script whose name begins with "-" is accepted.
     kind = "-m" if given.module else "--"
     job = Job(
