@@ -10,18 +10,16 @@ left behind:
 - The supervisor and the launcher adopt orphaned descendants and kill them.
 """
 
+import asyncio
 import collections
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import os
 import pathlib
 import re
-import sched
 import select
-import selectors
 import shutil
 import signal
 import subprocess
@@ -41,7 +39,6 @@ _LOST_PEER = re.compile(
     rb"|Gloo \w+ failed: .*Connection (?:closed|reset) by peer"
     rb"|JAX distributed service detected fatal errors"
 )
-_LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def not_ignored(numbers=ENDED_BY):
@@ -222,7 +219,7 @@ class Rank:
 
 
 class Supervisor:
-    """Event loop that waits for the processes' output and exits, signals and deadlines.
+    """Waits for the processes' output and exits, signals and deadlines.
 
     When a rank fails, it ends the other ranks. `job.Job` describes the job.
     """
@@ -234,37 +231,18 @@ class Supervisor:
         self._is_launcher_lost = False
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
-        self._events = selectors.DefaultSelector()
-        self._deadlines = sched.scheduler()
         self._begin = time.monotonic()
-        self._listen()
+        self._error: Exception | None = None  # raised by an action of the event loop
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._stop)
+        self._loop.add_reader(0, self._launcher_ended)
+        for number in not_ignored():
+            self._loop.add_signal_handler(number, self._interrupt, number)
         self._running: set[Rank] = set()
         for index, environment in enumerate(job["environments"]):
             self._start(index, environment)
         if job["timeout_s"] is not None:
-            self._after(job["timeout_s"], self._time_out)
-
-    def _listen(self):
-        self._on(0, self._launcher_ended)
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing)
-        for number in not_ignored():
-            signal.signal(number, lambda *_: None)
-        self._on(reading, lambda: self._interrupt(os.read(reading, 1)[0]))
-
-    def _on(self, descriptor, action):
-        self._events.register(descriptor, selectors.EVENT_READ, action)
-
-    def _ignore(self, descriptor):
-        # The end of a rank's output and the exit of the rank may occur in any order.
-        # Each removes the descriptor, so it may have been removed before.
-        with contextlib.suppress(KeyError):
-            self._events.unregister(descriptor)
-
-    def _after(self, seconds, action):
-        self._deadlines.enter(seconds, 0, action)
+            self._loop.call_later(job["timeout_s"], self._time_out)
 
     def _start(self, index, environment):
         try:
@@ -281,15 +259,16 @@ class Supervisor:
             ) from error
         self._ranks.append(rank)
         self._running.add(rank)
-        self._on(rank.pidfd, functools.partial(self._ended, rank))
+        self._loop.add_reader(rank.pidfd, self._ended, rank)
         for relay in (rank.stdout, rank.stderr):
-            self._on(relay.source, functools.partial(self._relay, relay))
+            self._loop.add_reader(relay.source, self._relay, relay)
 
     def run(self) -> int:
         """Runs until all processes have exited; returns the launcher's exit status."""
         try:
-            while self._running:
-                self._wait()
+            self._loop.run_forever()
+            if self._error is not None:
+                raise self._error
         finally:
             for rank in self._running:
                 rank.send(signal.SIGKILL)
@@ -299,22 +278,23 @@ class Supervisor:
         self._report()
         return self._status
 
-    def _wait(self):
-        """Runs due actions, then waits for events or a deadline; handles events."""
-        left = self._deadlines.run(blocking=False)
-        for key, _ in self._events.select(left and min(left, _LONGEST_WAIT_S)):
-            key.data()
+    def _stop(self, loop, context):
+        """Ends `run` with the error of an action, which asyncio would only log."""
+        self._error = self._error or context.get("exception")
+        loop.stop()
 
     def _relay(self, relay):
         if not relay.read():
-            self._ignore(relay.source)
+            self._loop.remove_reader(relay.source)
 
     def _ended(self, rank):
         status = rank.process.wait()
-        self._ignore(rank.pidfd)
+        self._loop.remove_reader(rank.pidfd)
         self._running.discard(rank)
+        if not self._running:
+            self._loop.stop()
         for relay in (rank.stdout, rank.stderr):
-            self._ignore(relay.source)
+            self._loop.remove_reader(relay.source)
             relay.close()
         is_first = not self._status
         if status and (is_first or not self._is_ending):
@@ -331,8 +311,9 @@ class Supervisor:
     def _end(self, status, number=signal.SIGTERM, linger_s=0.0):
         """Schedules signal `number`, and later SIGKILL, to all running processes."""
         self._status = self._status or status  # the job keeps its first status
-        self._after(linger_s, lambda: self._send(number))
-        self._after(linger_s + self._job["grace_s"], lambda: self._send(signal.SIGKILL))
+        kill_s = linger_s + self._job["grace_s"]
+        self._loop.call_later(linger_s, self._send, number)
+        self._loop.call_later(kill_s, self._send, signal.SIGKILL)
 
     def _send(self, number):
         self._is_ending = True
@@ -340,9 +321,8 @@ class Supervisor:
             rank.send(number)
 
     def _interrupt(self, number):
-        if number in ENDED_BY:
-            self._say(f"{signal_name(number)}: ending {len(self._running)} processes.")
-            self._end(128 + number, number)
+        self._say(f"{signal_name(number)}: ending {len(self._running)} processes.")
+        self._end(128 + number, number)
 
     def _time_out(self):
         running = ", ".join(str(i) for i in sorted(r.index for r in self._running))
@@ -351,7 +331,7 @@ class Supervisor:
         self._end(_TIMED_OUT)
 
     def _launcher_ended(self):
-        self._ignore(0)
+        self._loop.remove_reader(0)
         self._status = self._status or 128 + signal.SIGHUP
         self._send(signal.SIGKILL)
         self._is_launcher_lost = True
