@@ -167,22 +167,14 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     That is the innermost line outside of jax_ub, JAX and Flax, which may call jax_ub
     while they trace.
     """
-    frame = sys._getframe(1)
+    frame, stacklevel = sys._getframe(1), 2
     loaded = map(sys.modules.get, ("jax_ub", "jax", "flax", "contextlib"))
     files = (module.__file__ for module in loaded if module is not None)
     skipped = tuple(str(file).removesuffix("__init__.py") for file in files)
+    # `warnings.warn` has no `skip_file_prefixes` on Python 3.11.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
-        frame = frame.f_back
-    # warnings.warn cannot be used, because it has no `skip_file_prefixes` on Python
-    # 3.11.
-    warnings.warn_explicit(
-        text,
-        category,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+        frame, stacklevel = frame.f_back, stacklevel + 1
+    warnings.warn(text, category, stacklevel=stacklevel)
 
 
 @dataclasses.dataclass(frozen=True)
