@@ -7,13 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ub._src.methods import (
-    KernelOptions,
-    Method,
-    MethodChoice,
-    Variant,
-    has_pairs,
-)
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
 from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.rules.backward import column_gradients
@@ -21,15 +15,7 @@ from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.runtime.communicators import heap_bytes
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
 from jax_ub._src.tools.command_line import Shape
-from jax_ub._src.tools.devices import (
-    AXIS,
-    COLUMNS,
-    FORWARD_SPECS,
-    ROWS,
-    Ranks,
-    Spec,
-    normal,
-)
+from jax_ub._src.tools.devices import AXIS, COLUMNS, FORWARD_SPECS, ROWS, Ranks, Spec
 from jax_ub._src.tools.programs import Programs, own_gemm
 
 
@@ -89,12 +75,10 @@ def programs(case: TunedKey) -> Programs:
     """Returns a `Programs` for an op, with random operands on the devices."""
     ranks = Ranks(case.num_ranks)
     dims, in_specs, out_specs = _OPERANDS[case.op]
-    dtypes = [case.dtype] * len(dims)
+    shape = Shape(case.M, case.K, case.N)
+    operands = ranks.draw(case.dtype, [*map(shape.sizes, dims)], in_specs)
     if case.op == "wgrad_accumulate":
-        dtypes[-1] = "float32"
-    sizes = map(Shape(case.M, case.K, case.N).sizes, dims)
-    drawn = map(normal, range(len(dims)), sizes, dtypes)
-    operands = [*map(ranks.place, drawn, in_specs)]
+        operands[-1] = operands[-1].astype("float32")
     carry = 2 if case.op in _LOCAL and len(dims) == 3 else None
     return Programs(ranks, operands, in_specs, out_specs, carry)
 
