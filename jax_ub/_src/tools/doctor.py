@@ -176,12 +176,11 @@ def _environment():
         if name in settings.NAMES:
             yield Finding(name, State.NOTE, value)
         else:
-            known = nearest(name, settings.NAMES)
-            text = f"is not a variable of jax_ub. {known}"
+            text = f"is not a variable of jax_ub. {nearest(name, settings.NAMES)}"
             yield Finding(name, State.WARNING, text)
     readers: tuple[Callable[[], object], ...] = (
         lambda: resolve("doctor", None, settings.method()),
-        _check_isa,
+        cpu_engine.check_isa,
         settings.timeout_s,
         settings.first_call_timeout_s,
         settings.num_threads,
@@ -194,11 +193,8 @@ def _environment():
             reader()
         except ValueError as error:
             yield Finding("environment", State.FAULT, str(error))
-
-
-def _check_isa():
-    with contextlib.suppress(ImportError):  # `_cpu_engine` reports it
-        cpu_engine.check_isa()
+        except ImportError:  # of `check_isa`; `_cpu_engine` reports it
+            continue
 
 
 def _cpu_engine():
