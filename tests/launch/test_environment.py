@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from jax_ub._src.tools.launch.job import Job, LaunchError
+from jax_ub._src.tools.launch.job import Job
+from jax_ub.errors import ConfigurationError
 
 
 def of_process(process, given=(), **changes):
@@ -53,5 +54,5 @@ def test_processes_simulate_hosts():
 
 def test_device_count_in_xla_flags_is_an_error():
     given = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    with pytest.raises(LaunchError, match="out of XLA_FLAGS and pass --devices"):
+    with pytest.raises(ConfigurationError, match="out of XLA_FLAGS and pass --devices"):
         of_process(0, given)

@@ -11,8 +11,9 @@ import tempfile
 import pytest
 
 from jax_ub._src.tools.launch import job
-from jax_ub._src.tools.launch.job import LaunchError, python
+from jax_ub._src.tools.launch.job import python
 from jax_ub._src.tools.launch.parts import JobError, exit_on_failure, parts_of
+from jax_ub.errors import UbError
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def ended_by_sigterm():
 
 
 @pytest.mark.parametrize(
-    ("error", "num_lines"), [(LaunchError("a reason"), 1), (ValueError("a bug"), 6)]
+    ("error", "num_lines"), [(UbError("a reason"), 1), (ValueError("a bug"), 6)]
 )
 def test_an_error_in_a_process_is_one_line_unless_it_is_a_bug(
     error, num_lines, monkeypatch, capsys

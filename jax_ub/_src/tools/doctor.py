@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ub as ub
-from jax_ub._src.errors import UnsupportedOverlapError, nearest, see
+from jax_ub._src.errors import UbError, UnsupportedOverlapError, nearest, see
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method, MethodChoice, resolve
 from jax_ub._src.output import format_bytes, format_table
@@ -37,7 +37,6 @@ from jax_ub._src.runtime import (
 )
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.launch.job import LaunchError
 
 EXAMPLE = "doctor --processes 2"
 _REQUIRED = ("jax", "jaxlib", "numpy")
@@ -107,7 +106,7 @@ def _in_processes(given) -> list[Finding]:
             stdout=command_line.progress_file(),
         ) as paths:
             first, *others = [pickle.loads(path.read_bytes()) for path in paths]
-    except (parts.JobError, LaunchError) as error:
+    except UbError as error:
         return [Finding("processes", State.FAULT, str(error))]
     return first + [
         dataclasses.replace(finding, name=f"process {index}: {finding.name}")

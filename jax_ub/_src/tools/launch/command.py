@@ -9,8 +9,9 @@ end all processes.
 import argparse
 from typing import Any
 
+from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.tools import command_line
-from jax_ub._src.tools.launch.job import Job, LaunchError
+from jax_ub._src.tools.launch.job import Job
 from jax_ub._src.tools.launch.parts import count
 
 EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
@@ -43,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     """Runs the user's program in all processes of a job; returns the exit status."""
     program = command_line.split_program(given.program)
     if given.processes % given.hosts:
-        raise LaunchError(
+        raise ConfigurationError(
             f"launch: --hosts {given.hosts} does not divide -n {given.processes}. Give "
             "a divisor."
         )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax_ub._src.errors import UbError
+from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
 
@@ -31,10 +31,6 @@ _OPTIONS = {
     "verbose": "v",
     "quiet": "q",
 }
-
-
-class LaunchError(UbError, ValueError):
-    """Raised if the options or the environment of a job are invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +67,11 @@ class Job:
             timeout.
 
         Raises:
-            LaunchError: if the environment is invalid.
+            ConfigurationError: if the environment is invalid.
             SystemExit: with the same status, if a signal has ended the job.
         """
         if sys.platform != "linux":
-            raise LaunchError(
+            raise ConfigurationError(
                 f"launch: it needs Linux, and this is {sys.platform}. Start the "
                 "processes another way, with arguments of jax.distributed.initialize."
             )
@@ -97,7 +93,7 @@ class Job:
         launcher's environment, which defaults do not replace.
         """
         if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
-            raise LaunchError(
+            raise ConfigurationError(
                 f"launch: XLA_FLAGS has {_DEVICE_COUNT_FLAG}, which JAX rejects next "
                 "to the number of devices that launch sets. Take it out of XLA_FLAGS "
                 "and pass --devices-per-process."
@@ -171,7 +167,7 @@ def _reserved_port() -> Iterator[int]:
             try:  # sends no data; JAX itself would wait for minutes
                 probe.connect((_HOST, port))
             except OSError as error:
-                raise LaunchError(
+                raise ConfigurationError(
                     f"launch: the coordinator's address {_HOST} cannot be reached: "
                     f"{error.strerror}. Bring the loopback interface up: ip link set "
                     "lo up."

@@ -13,10 +13,10 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 
-from jax_ub._src.errors import UbError, shown
+from jax_ub._src.errors import ConfigurationError, UbError, shown
 from jax_ub._src.tools.command_line import positive
 from jax_ub._src.tools.launch import supervisor
-from jax_ub._src.tools.launch.job import Job, LaunchError
+from jax_ub._src.tools.launch.job import Job
 
 MOST = 4096  # processes or devices, far more than one machine can run
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_options(command: str, given: argparse.Namespace) -> None:
     devices = given.devices_per_process
     if devices is not None and given.processes == 1:
-        raise LaunchError(
+        raise ConfigurationError(
             f"{command}: --devices-per-process {devices} requires several processes. "
             "Add --processes 2."
         )

@@ -15,7 +15,7 @@ import jax
 
 import jax_ub as ub
 from jax_ub._src.dtypes import BY_SHORT_NAME
-from jax_ub._src.errors import UbError
+from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.output import format_table
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.command_line import (
@@ -51,10 +51,6 @@ _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "dtype": (name_of(BY_SHORT_NAME), "f32"),
     "repeats": (positive, 7),
 }
-
-
-class TraceArgumentError(UbError, ValueError):
-    """Raised if the arguments of `python -m jax_ub trace` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +107,7 @@ def command(given: argparse.Namespace) -> int:
         assert recording.trace is not None
         trace = recording.trace
     if given.op and not trace.calls:
-        raise TraceArgumentError(
+        raise ConfigurationError(
             f"trace: no call of --op {given.op} ran on the CPU engine, and nothing "
             "else is traced. `python -m jax_ub doctor` says what can run here; on "
             "GPUs, use jax.profiler.trace."
@@ -148,13 +144,13 @@ def summary(trace: Trace) -> list[str]:
 def _check(given, program):
     number = bool(given.op) + bool(program) + bool(given.merge)
     if number != 1 or (given.module and not program):
-        raise TraceArgumentError(
+        raise ConfigurationError(
             "trace: give one of a script, --op or --merge. For example: python -m "
             "jax_ub trace --op all_gather_matmul --method ring_exchange --tp 4"
         )
     parts.check_options("trace", given)
     if given.merge and given.processes > 1:
-        raise TraceArgumentError(
+        raise ConfigurationError(
             f"trace: --processes {given.processes} has no effect on --merge, which "
             "records nothing. Leave it out."
         )
@@ -165,7 +161,7 @@ def _check(given, program):
         return
     for name in _OP_OPTIONS:
         if getattr(given, name) is not None:
-            raise TraceArgumentError(
+            raise ConfigurationError(
                 f"trace: --{name} {getattr(given, name)} applies to --op only. Leave "
                 f"it out, or trace an op: --op {next(iter(FORWARD_SPECS))}."
             )
@@ -176,27 +172,27 @@ def _check_op(given):
         if getattr(given, name) is None:
             setattr(given, name, default)
     if given.devices_per_process is not None:
-        raise TraceArgumentError(
+        raise ConfigurationError(
             "trace: --devices-per-process applies to scripts. With --op, each process "
             "has --tp / --processes devices. Leave it out."
         )
     if given.tp % given.processes:
-        raise TraceArgumentError(
+        raise ConfigurationError(
             f"trace: --tp {given.tp} is not a multiple of --processes "
             f"{given.processes}. Take a multiple."
         )
     if given.method == "xla":
-        raise TraceArgumentError(
+        raise ConfigurationError(
             'trace: the method "xla" has no events to trace, because it is plain '
             "jax.lax. Take another --method."
         )
     if given.tp == 1 and given.method != "auto":
-        raise TraceArgumentError(
+        raise ConfigurationError(
             f"trace: --method {given.method} has no effect on --tp 1, which runs the "
             "GEMM alone. Leave it out, or take --tp 2."
         )
     if not given.shape.divides(given.tp):
-        raise TraceArgumentError(
+        raise ConfigurationError(
             f"trace: --shape {given.shape} does not divide into --tp {given.tp} ranks. "
             f"Take sizes that are multiples of {given.tp}."
         )
@@ -248,7 +244,7 @@ def _record_in_processes(given, program) -> Trace:
         stdout=command_line.STDERR if given.json == command_line.STDOUT else None,
     ) as paths:
         if not all(path.exists() for path in paths):
-            raise TraceArgumentError(
+            raise ConfigurationError(
                 f"trace: the script ran in --processes {given.processes}, but not as "
                 "processes of one job. Call jax.distributed.initialize() in it."
             )
