@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 
@@ -9,9 +10,9 @@ from jax_ub._src.tools.explain.instructions import (
     MAX_STEPS,
     PASSED,
     Array,
-    Body,
     Dot,
     Instruction,
+    around,
     bits,
     communicates,
     computations,
@@ -20,6 +21,7 @@ from jax_ub._src.tools.explain.instructions import (
     multiplies,
     named_mesh_in,
     source_lines,
+    users_by_array,
 )
 from jax_ub._src.tools.trace.traces import ub_name_in
 
@@ -27,6 +29,7 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
+_USERS, _OPERANDS = operator.attrgetter("users"), operator.attrgetter("operands")
 # Maps the HLO opcode of a collective to the function of jax_ub that could replace it
 # together with an adjacent dot.
 _COULD_BE = {
@@ -118,10 +121,10 @@ def collectives(
         mesh: the sizes of the mesh axes. None takes those that the text names.
     """
     program = _Program(_COMMENT.sub("", text), mesh or named_mesh_in(text))
-    for body in program.computations.values():
-        for one in body.instructions.values():
+    for name, instructions in program.computations.items():
+        for one in instructions.values():
             if one.kind in _COLLECTIVES and communicates(one.text):
-                yield from program.collectives(one, body)
+                yield from program.collectives(one, is_in_loop=name != program.entry)
 
 
 class _Program:
@@ -133,27 +136,27 @@ class _Program:
         self._mesh = mesh
         # {computation: its first dot}, for the computations that contain a dot.
         self._dots = {
-            name: dot_of(one, body)
-            for name, body in self.computations.items()
-            for one in reversed(body.instructions.values())
+            name: dot_of(one)
+            for name, instructions in self.computations.items()
+            for one in reversed(instructions.values())
             if multiplies(one)
         }
         # The computations that compute anything other than dots.
         self._impure = {
             name
-            for name, body in self.computations.items()
-            for one in body.instructions.values()
+            for name, instructions in self.computations.items()
+            for one in instructions.values()
             if one.opcode not in _MOVES and not multiplies(one)
         }
         # The computations that only move or convert values.
         self._moving = self.computations.keys() - self._impure - self._dots.keys()
         entry = _ENTRY.search(text)
-        self._entry = self.computations.get(entry[1] if entry else "", Body({}))
-        instructions = self._entry.instructions.values()
+        self.entry = entry[1] if entry else ""
+        instructions = self.computations.get(self.entry, {}).values()
         arguments = (one for one in instructions if one.opcode == "parameter")
         self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
-    def collectives(self, one: Instruction, body: Body) -> Iterator[Collective]:
+    def collectives(self, one: Instruction, *, is_in_loop) -> Iterator[Collective]:
         """Yields a collective, or one part per array if any array is next to a dot."""
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         sent = [_moved_bytes(one.kind, array, num_ranks) for array in one.arrays]
@@ -166,10 +169,10 @@ class _Program:
             source=self._lines.get(one.stack_frame, ""),
             axes=axes,
         )
-        users = body.users_by_array(one)
-        dots = self._dots_next_to(one, body, users)
+        users = users_by_array(one)
+        dots = self._dots_next_to(one, users)
         if not any(dots):
-            yield self._without_dot(whole, one, body)
+            yield self._without_dot(whole, one)
             return
         found = []
         # If the HLO text does not contain the shapes of all results, `one.arrays` is
@@ -182,9 +185,9 @@ class _Program:
                 num_combined=len(one.arrays),
             )
             if dot is None:
-                found.append(self._combined(part, one, body, i, users[i]))
+                found.append(self._combined(part, one, i, users[i]))
             else:
-                found.append(self._paired(part, one, body, i, users[i], dot))
+                found.append(self._paired(part, one, i, users[i], dot, is_in_loop))
         sums_gradient = any(part.sums_parameter_gradient for part in found)
         for part in found:
             if part.could_be or not (part.is_of_kernel and sums_gradient):
@@ -192,43 +195,43 @@ class _Program:
             else:
                 yield dataclasses.replace(part, sums_parameter_gradient=True)
 
-    def _dots_next_to(self, one, body, users) -> list[Dot | None]:
+    def _dots_next_to(self, one, users) -> list[Dot | None]:
         """Returns, for each array of a collective, the dot that uses or computes it."""
         if one.kind == "all-gather":
-            return [self._nearest_dot(start, body, body.users) for start in users]
+            return [self._nearest_dot(start, _USERS) for start in users]
         if one.kind not in _COULD_BE or not self._may_sum(one):
             return []
         return [
-            self._nearest_dot([name], body, body.operands, self._impure)
-            for name in one.operands
+            self._nearest_dot([operand], _OPERANDS, self._impure)
+            for operand in one.operands
         ]
 
     def _may_sum(self, one: Instruction) -> bool:
         """Returns whether a reduction may be a sum, as opposed to, say, a maximum."""
-        body = self.computations.get(one.called, Body({}))
-        opcodes = {each.opcode for each in body.instructions.values()}
+        called = self.computations.get(one.called, {})
+        opcodes = {each.opcode for each in called.values()}
         return opcodes <= {"parameter", "add", "convert"}
 
-    def _without_dot(self, whole, one, body) -> Collective:
+    def _without_dot(self, whole, one) -> Collective:
         primitive = one.op_name.rpartition("/")[2]
         is_added = not primitive.startswith(_RESHARDS.get(one.kind, ""))
-        if is_added and (call := _nearest_call(one, body)):
+        if is_added and (call := _nearest_call(one)):
             whole = dataclasses.replace(whole, scope=call, is_reshard=True)
-        if one.kind == "all-gather" and not self._gathers_argument(one, body):
+        if one.kind == "all-gather" and not self._gathers_argument(one):
             return dataclasses.replace(whole, gathered=tuple(one.arrays[0][1]))
         return whole
 
-    def _combined(self, part, one, body, index, users) -> Collective:
+    def _combined(self, part, one, index, users) -> Collective:
         """Returns the part of a collective for one array that is not next to a dot."""
-        near = [*body.known([*one.operands[index : index + 1], *users]), one]
+        near = [*one.operands[index : index + 1], *users, one]
         scope = next((each.op_name for each in near if each.op_name), one.name)
         if one.kind == "all-gather":
-            is_of_kernel = self._gathers_argument(one, body, index)
+            is_of_kernel = self._gathers_argument(one, index)
         else:
             is_of_kernel = "transpose(" in scope
         return dataclasses.replace(part, scope=scope, is_of_kernel=is_of_kernel)
 
-    def _paired(self, part, one, body, index, users, dot) -> Collective:
+    def _paired(self, part, one, index, users, dot, is_in_loop) -> Collective:
         """Returns the part of a collective for one array that is next to a dot."""
         array = one.arrays[index]
         # A combined collective is named after all collectives in it. The name and
@@ -238,13 +241,13 @@ class _Program:
         sums_gradient = False
         if one.kind == "all-gather":
             is_right = math.prod(array[1]) == dot.rhs != dot.lhs
-            is_of_kernel = is_right and self._gathers_argument(one, body, index)
+            is_of_kernel = is_right and self._gathers_argument(one, index)
         else:
             is_of_kernel = dot.instruction.is_in_backward_pass
             sums_gradient = (
                 is_of_kernel
-                and self._sums_parameter_gradient(array, dot, body)
-                and not self._is_read_by_backward_pass(users, body)
+                and self._sums_parameter_gradient(array, dot, is_in_loop)
+                and not self._is_read_by_backward_pass(users)
             )
         return dataclasses.replace(
             part,
@@ -257,29 +260,27 @@ class _Program:
             sums_parameter_gradient=sums_gradient,
         )
 
-    def _gathers_argument(self, one: Instruction, body: Body, index: int = 0) -> bool:
+    def _gathers_argument(self, one: Instruction, index: int = 0) -> bool:
         """Returns whether operand `index` of an all-gather is a program argument."""
-        return not one.operands or self._is_argument(one.operands[index], body)
+        return not one.operands or self._is_argument(one.operands[index])
 
-    def _is_argument(self, name: str, body: Body) -> bool:
+    def _is_argument(self, one: Instruction) -> bool:
         """Returns whether an instruction is an HLO parameter, or a copy of one.
 
         The copy may be reshaped, transposed or converted, in fewer than `MAX_STEPS`
-        instructions. A constant, or an instruction that is not in `body`, counts as a
-        parameter.
+        instructions. A constant counts as a parameter.
         """
         for _ in range(MAX_STEPS):
-            one = body.instructions.get(name)
-            if one is None or one.opcode == "parameter":
+            if one.opcode == "parameter":
                 return True
             if one.opcode not in _MOVES and one.called not in self._moving:
                 return False
             if not one.operands:
                 return True
-            name = one.operands[0]
+            one = one.operands[0]
         return False
 
-    def _sums_parameter_gradient(self, array: Array, dot: Dot, body: Body) -> bool:
+    def _sums_parameter_gradient(self, array: Array, dot: Dot, is_in_loop) -> bool:
         """Returns whether `array`, a sum over ranks, is the gradient of a parameter.
 
         The gradient of a parameter has the shape of an argument of the program, or the
@@ -288,15 +289,15 @@ class _Program:
         the shape of a slice.
         """
         shape = sorted(array[1])
-        if body is self._entry:
-            has_kernel = any(self._is_argument(name, body) for name in dot.operands)
+        if not is_in_loop:
+            has_kernel = any(map(self._is_argument, dot.operands))
             return shape in map(sorted, self._argument_shapes) and not has_kernel
         layers = [sorted(stacked[1:]) for stacked in self._argument_shapes]
-        factors = [a for one in body.known(dot.operands) for a in one.arrays]
+        factors = [array for one in dot.operands for array in one.arrays]
         has_kernel = any(sorted(sizes) in layers for _, sizes in factors)
         return shape in layers and not has_kernel
 
-    def _is_read_by_backward_pass(self, users: list[str], body: Body) -> bool:
+    def _is_read_by_backward_pass(self, users: list[Instruction]) -> bool:
         """Returns whether a GEMM of the backward pass reads a gradient.
 
         Such a gradient is the gradient of an activation, which earlier layers read.
@@ -305,32 +306,32 @@ class _Program:
         """
         reached, seen = users, set(users)
         while reached:
-            following: list[str] = []
-            for one in body.known(reached):
+            following: list[Instruction] = []
+            for one in reached:
                 dot = self._dots.get(one.called)
                 if dot is None and not multiplies(one) and not one.is_call:
-                    following += body.users[one.name]
+                    following += one.users
                 elif (dot.instruction if dot else one).is_in_backward_pass:
                     return True
             reached = [each for each in dict.fromkeys(following) if each not in seen]
             seen.update(reached)
         return False
 
-    def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
+    def _nearest_dot(self, reached, neighbors, impure=frozenset()) -> Dot | None:
         """Follows `neighbors` from the instructions `reached` to the nearest dot."""
-        for one in body.around(reached, neighbors, impure):
+        for one in around(reached, neighbors, impure):
             if multiplies(one):
-                return dot_of(one, body)
+                return dot_of(one)
             if one.called in self._dots and one.called not in impure:
                 dot = self._dots[one.called]
                 return dataclasses.replace(dot, operands=one.operands)
         return None
 
 
-def _nearest_call(one, body):
+def _nearest_call(one):
     """Returns the name of the nearest call of jax_ub that reads or computes `one`."""
-    for neighbors in (body.users, body.operands):
-        for near in body.around(neighbors.get(one.name, ()), neighbors):
+    for neighbors in (_USERS, _OPERANDS):
+        for near in around(neighbors(one), neighbors):
             label = _LABEL.search(near.text)
             if near.is_call and label:
                 return ub_name_in(label[1]) or label[1]

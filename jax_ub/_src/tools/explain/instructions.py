@@ -1,12 +1,11 @@
 """Parses HLO text: instructions, their source lines, and the devices they connect."""
 
-import collections
 import dataclasses
 import itertools
 import math
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -61,13 +60,14 @@ _DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 Array = tuple[str, list[int]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Instruction:
     name: str
     arrays: list[Array]  # the arrays of the result, which may be a tuple
     opcode: str
-    operands: list[str]
+    operands: list["Instruction"]
     text: str
+    users: list["Instruction"] = dataclasses.field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -106,11 +106,11 @@ class Instruction:
 class Dot:
     """The size of a dot in HLO text: the elements of operands and result, and K.
 
-    `operands` are the names of the operands, or of those of the fusion with the dot.
+    `operands` are the operands of the dot, or of the fusion that contains it.
     """
 
     instruction: Instruction
-    operands: list[str]
+    operands: list[Instruction]
     lhs: int
     rhs: int
     out: int
@@ -118,50 +118,34 @@ class Dot:
     dtype: str
 
 
-class Body:
-    """The instructions of an HLO computation, with their operands and users by name."""
+def users_by_array(one: Instruction) -> list[list[Instruction]]:
+    """Returns, for each result array of a collective, the instructions using it."""
+    if len(one.arrays) == 1:
+        return [one.users]
+    found: list[list[Instruction]] = [[] for _ in one.arrays]
+    for source in (one, *one.users):  # the second may be its "-done"
+        for user in source.users:
+            index = _first_group(_INDEX, user.text)
+            if user.opcode == "get-tuple-element" and index:
+                found[int(index)].append(user)
+    return found
 
-    def __init__(self, instructions: dict[str, Instruction]):
-        self.instructions = instructions
-        self.operands = {one.name: one.operands for one in instructions.values()}
-        self.users: dict[str, list[str]] = collections.defaultdict(list)
-        for name, used in self.operands.items():
-            for operand in used:
-                self.users[operand].append(name)
 
-    def known(self, names: Iterable[str]) -> list[Instruction]:
-        return [self.instructions[name] for name in names if name in self.instructions]
+def around(
+    reached: Sequence[Instruction],
+    neighbors: Callable[[Instruction], list[Instruction]],
+    blocking: Collection[str] = (),
+) -> Iterator[Instruction]:
+    """Yields the instructions `reached` and those near them, the nearest first.
 
-    def users_by_array(self, one: Instruction) -> list[list[str]]:
-        """Returns, for each result array of a collective, the instructions using it."""
-        if len(one.arrays) == 1:
-            return [self.users[one.name]]
-        found: list[list[str]] = [[] for _ in one.arrays]
-        for name in (one.name, *self.users[one.name]):  # the second may be its "-done"
-            for user in self.users[name]:
-                used = self.instructions[user]
-                index = _first_group(_INDEX, used.text)
-                if used.opcode == "get-tuple-element" and index:
-                    found[int(index)].append(user)
-        return found
-
-    def around(
-        self,
-        reached: Iterable[str],
-        neighbors: Mapping[str, list[str]],
-        blocking: Collection[str] = (),
-    ) -> Iterator[Instruction]:
-        """Yields the instructions `reached` and those near them, the nearest first.
-
-        A step is from an instruction to one of its `neighbors`, its users or operands.
-        Only instructions in `PASSED` may be in between, and no fusions that call
-        computations in `blocking`.
-        """
-        for _ in range(MAX_STEPS):
-            found = self.known(reached)
-            yield from found
-            passed = [one for one in found if one.passes and one.called not in blocking]
-            reached = [name for one in passed for name in neighbors.get(one.name, ())]
+    A step is from an instruction to one of its `neighbors`, its users or operands. Only
+    instructions in `PASSED` may be in between, and no fusions that call computations in
+    `blocking`.
+    """
+    for _ in range(MAX_STEPS):
+        yield from reached
+        passed = [one for one in reached if one.passes and one.called not in blocking]
+        reached = [near for one in passed for near in neighbors(one)]
 
 
 def _first_group(pattern, text) -> str:
@@ -170,32 +154,39 @@ def _first_group(pattern, text) -> str:
     return found[1] if found else ""
 
 
-def computations(text: str) -> dict[str, Body]:
-    """Returns the HLO computations in a text, by name."""
-    found: dict[str, Body] = {}
-    name, instructions = "", {}
+def computations(text: str) -> dict[str, dict[str, Instruction]]:
+    """Returns {name: {instruction name: instruction}} of all HLO computations."""
+    found: dict[str, dict[str, Instruction]] = {}
+    known: dict[str, Instruction] = {}
     for line in text.splitlines():
-        if instruction := _INSTRUCTION.match(line):
-            one = _instruction(*instruction.groups())
-            instructions[one.name] = one
-        elif line.strip() == "}":
-            found[name] = Body(instructions)
+        if match := _INSTRUCTION.match(line):
+            known[match[1]] = _instruction(known, *match.groups())
         elif head := _COMPUTATION.match(line):
-            name, instructions = head[1], {}
+            known = found[head[1]] = {}
     return found
 
 
-def _instruction(name, shape, opcode, rest):
+def _instruction(known, name, shape, opcode, rest):
+    """Returns an instruction, and adds it to the users of its operands.
+
+    An operand that is not among the `known` instructions of the computation counts as a
+    parameter without a shape.
+    """
     arrays = [
         (dtype, [int(size) for size in sizes.split(",") if size])
         for dtype, sizes in _SHAPE.findall(shape)
     ]
     # "), " separates the operand list of an instruction from its attributes.
-    operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
+    names = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
     if opcode.endswith("-start") and opcode != "all-reduce-start":
         # An asynchronous start lists its operands before its results.
-        arrays = arrays[len(operands) : 2 * len(operands)]
-    return Instruction(name, arrays, opcode, operands, rest)
+        arrays = arrays[len(names) : 2 * len(names)]
+    unknown = Instruction("", [], "parameter", [], "")
+    operands = [known.get(operand, unknown) for operand in names]
+    one = Instruction(name, arrays, opcode, operands, rest)
+    for operand in operands:
+        operand.users.append(one)
+    return one
 
 
 def bits(dtype: str) -> int:
@@ -211,12 +202,12 @@ def multiplies(one: Instruction) -> bool:
     return not one.is_call and any(word in target for word in _MATMUL_CALLS)
 
 
-def dot_of(one: Instruction, body: Body) -> Dot:
-    """Returns the sizes of a dot. Operands that are not in `body` have size 0."""
-    known = [operand.arrays for operand in body.known(one.operands[:2])]
+def dot_of(one: Instruction) -> Dot:
+    """Returns the sizes of a dot. Operands without a shape have size 0."""
+    operands = [operand.arrays for operand in one.operands[:2]]
     # A library call may return its workspace as a second array, so only the first array
     # of each operand and of the result counts.
-    first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
+    first = [arrays[0] if arrays else ("", [0]) for arrays in (*operands, [], [])]
     (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
     contracting = _first_group(_CONTRACTING, one.text)
