@@ -193,31 +193,28 @@ def resolve(
     Returns:
         The configurations by name, with Transformer Engine's names first, in its order.
     """
-    resolved = {}
+    resolved: dict[str, OverlapConfig] = {}
     for name in [*NAMES, *(name for name in entries if name not in NAMES)]:
-        if _is_displaced(name, entries):
+        if _is_displaced(name, entries, resolved):
             continue
         entry = entries.get(name, {})
         method, comm_type = _method_and_type(name, entry)
         _check_method(name, method, comm_type, entry)
         defaults = method_defaults(method, comm_type, num_ranks)
-        _check_keys(name, method, comm_type, entry, defaults)
-        _check_fp8(name, comm_type, entry, mode)
-        _check_wire(name, method, comm_type, entry, mode)
         merged: dict[str, Any] = {**defaults, **entry}
         merged.update(method=method.value, comm_type=comm_type)
-        _check_aggregate(name, merged, num_ranks)
-        resolved[name] = OverlapConfig(**merged)
+        config = OverlapConfig(**merged)
+        _check_settings(name, config, defaults, num_ranks, mode)
+        resolved[name] = config
     _check_pairs(resolved)
     return resolved
 
 
-def _is_displaced(name, entries):
-    layer, direction = split_name(name)
-    dgrad = f"{layer}_{DGRAD}"
-    if direction != WGRAD or NAMES.get(name, (None, None))[1] is not _RS:
+def _is_displaced(name, entries, resolved):
+    if NAMES.get(name) != (Method.BULK, _RS):  # not the wgrad of a column layer
         return False
-    method = entries.get(dgrad, {}).get("method", Method.BULK.value)
+    dgrad = f"{split_name(name)[0]}_{DGRAD}"
+    method = resolved[dgrad].method
     if method == Method.BULK.value:
         return False
     if name in entries:
@@ -263,58 +260,50 @@ def _check_method(name, method, comm_type, entry):
         )
 
 
-def _check_keys(name, method, comm_type, entry, defaults):
+def _check_settings(name, config, defaults, num_ranks, mode):
+    """Raises an error if an overlap cannot have one of its settings."""
+
+    def error(key, reason):
+        found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(config[key])}"
+        return ConfigurationError(f"{found}{reason}")
+
+    method, comm_type = Method(config.method), config.comm_type
     for key, (only, comm_types) in _ONLY.items():
         fits = method in only and comm_type in comm_types
-        if fits or entry.get(key, defaults[key]) == defaults[key]:
+        if fits or config[key] == defaults[key]:
             continue
         where = f" ({comm_types[0].value})" if len(comm_types) == 1 else ""
-        raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} has no effect "
-            f'with method "{method.value}" ({comm_type.value}), only with '
-            f"{_quoted(only)}{where}. Leave it out; {_IGNORED}"
+        raise error(
+            key,
+            f' has no effect with method "{method.value}" ({comm_type.value}), only '
+            f"with {_quoted(only)}{where}. Leave it out; {_IGNORED}",
+        )
+    is_fp8 = mode is UserBufferQuantizationMode.FP8
+    if comm_type is _AG and is_fp8 and not config.fp8_buf:
+        reason = ", but the gathered operand of an FP8 GEMM is FP8. Leave it out; "
+        raise error("fp8_buf", f"{reason}{_IGNORED}")
+    sends_fp8_sums = config.wire_dtype is not None or (is_fp8 and config.fp8_buf)
+    if comm_type is _RS and sends_fp8_sums and method not in _FP8_SUMS:
+        reason = (
+            f', but method "{method.value}" sends no partial sums. Use one of '
+            f"{_quoted(_FP8_SUMS)}."
+        )
+        if method is Method.BULK:
+            reason = (
+                ", but bulk sums the result of a GEMM, and sums are never computed in "
+                'FP8. Leave it out, or use "pipeline" for the dgrad.'
+            )
+        raise error("fp8_buf" if config.wire_dtype is None else "wire_dtype", reason)
+    if config.aggregate and num_ranks % 2:
+        raise error(
+            "aggregate",
+            f" pairs the ranks, but there are {num_ranks}. Leave it out, or use an "
+            "even tp_size.",
         )
 
 
 def _quoted(methods):
     return ", ".join(f'"{method.value}"' for method in methods)
-
-
-def _check_wire(name, method, comm_type, entry, mode):
-    """Raises an error if a method that cannot send FP8 partial sums is set to do so."""
-    sends = {"wire_dtype": entry.get("wire_dtype") is not None}
-    if mode is UserBufferQuantizationMode.FP8:
-        sends["fp8_buf"] = entry.get("fp8_buf", False)
-    key = next((key for key, is_set in sends.items() if is_set), None)
-    if key is None or comm_type is _AG or method in _FP8_SUMS:
-        return
-    found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])}"
-    if method is Method.BULK:
-        raise ConfigurationError(
-            f"{found}, but bulk sums the result of a GEMM, and sums are never computed "
-            'in FP8. Leave it out, or use "pipeline" for the dgrad.'
-        )
-    raise ConfigurationError(
-        f'{found}, but method "{method.value}" sends no partial sums. Use one of '
-        f"{_quoted(_FP8_SUMS)}."
-    )
-
-
-def _check_fp8(name, comm_type, entry, mode):
-    gathers_fp8 = mode is UserBufferQuantizationMode.FP8 and comm_type is _AG
-    if gathers_fp8 and not entry.get("fp8_buf", True):
-        raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}]['fp8_buf'] = False, but the gathered operand of "
-            f"an FP8 GEMM is FP8. Leave it out; {_IGNORED}"
-        )
-
-
-def _check_aggregate(name, merged, num_ranks):
-    if merged["aggregate"] and num_ranks % 2:
-        raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}]['aggregate'] = True pairs the ranks, but there "
-            f"are {num_ranks}. Leave it out, or use an even tp_size."
-        )
 
 
 def _check_pairs(resolved):
