@@ -4,6 +4,7 @@ import dataclasses
 import re
 import sys
 
+import jax
 import pytest
 from tools import jax_ub
 
@@ -284,6 +285,7 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     ],
 )
 def test_invalid_arguments_are_errors(arguments, text, capfd):
+    jax.devices()  # JAX cannot add devices after its start
     assert __main__.main(["trace", *arguments]) == 2
     assert text in capfd.readouterr().err
 
