@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -115,13 +114,11 @@ def _as_new_function(fn, args, kwargs):
     static.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [_is_array(leaf) for leaf in leaves]
+    arrays = {index: leaf for index, leaf in enumerate(leaves) if _is_array(leaf)}
 
-    def program(*arrays):
-        given = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        filled = [next(given) if traced else leaf for leaf, traced in pairs]
-        args, kwargs = jax.tree.unflatten(tree, filled)
+    def program(*traced):
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, traced, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, filled.values())
         result = fn(*args, **kwargs)
         # nnx functions update their arguments in place. The new values are returned,
         # because JAX would remove the computation of values that are not.
@@ -129,7 +126,7 @@ def _as_new_function(fn, args, kwargs):
         return result, updated
 
     program.__name__ = getattr(fn, "__name__", program.__name__)
-    return jax.jit(program), list(itertools.compress(leaves, is_array))
+    return jax.jit(program), list(arrays.values())
 
 
 def _is_array(leaf):
