@@ -214,7 +214,15 @@ def read_entry(name: str, entry: object) -> dict[str, object]:
             f'ub_cfgs[{shown(name)}]["atomic_gemm"] = True, but cuBLAS 13 has no '
             "atomic GEMM. Leave it out; the other methods overlap as well."
         )
-    return _with_comm_type(name, read)
+    if "is_reduce_scatter" in read:
+        scatters = read.pop("is_reduce_scatter")
+        comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
+        if read.setdefault("comm_type", comm_type) is not comm_type:
+            raise ConfigurationError(
+                f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but "
+                f'comm_type = "{read["comm_type"].value}". Leave one of them out.'
+            )
+    return read
 
 
 def _read_value(name, key, value):
@@ -235,19 +243,6 @@ def _read_value(name, key, value):
         if is_integer(value):
             found = f"{found.removesuffix(' not')} out of range: it must be"
         raise ConfigurationError(f"{found} {words}.") from None
-
-
-def _with_comm_type(name, read):
-    if "is_reduce_scatter" not in read:
-        return read
-    scatters = read.pop("is_reduce_scatter")
-    comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
-    if read.setdefault("comm_type", comm_type) is not comm_type:
-        raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but "
-            f'comm_type = "{read["comm_type"].value}". Leave one of them out.'
-        )
-    return read
 
 
 # Maps the names of passes in other libraries to the names in jax_ub: an overlap such as
