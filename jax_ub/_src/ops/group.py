@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
@@ -75,25 +75,22 @@ class OperationGroup:
     @property
     def external_inputs(self) -> set[int]:
         """Returns the numbers of the extra input tensors from outside the group."""
-        own_outputs = set(itertools.chain(*self.outputs))
-        return set(itertools.chain(*self.inputs)) - own_outputs
+        return set(itertools.chain(*self.inputs)).difference(*self.outputs)
 
-    def requested_gradients(self, cotangent_avals) -> Needs:
+    def requested_gradients(self, avals) -> Needs:
         """Returns which gradients the backward of each operation must compute.
 
-        An operation computes dx if x has a cotangent or an earlier operation needs a
-        gradient.
+        `avals` has the cotangent types of the operands. An operation computes dx if x
+        has a cotangent or an earlier operation needs a gradient.
         """
-        is_reached = cotangent_avals["x"] is not None
-        edges = {
-            edge: aval is not None for edge, aval in cotangent_avals["edges"].items()
-        }
+        is_reached = avals["x"] is not None
+        edges = {edge: aval is not None for edge, aval in avals["edges"].items()}
         needs = []
-        for avals, inputs, outputs in zip(
-            cotangent_avals["params"], self.inputs, self.outputs, strict=True
+        for params, inputs, outputs in zip(
+            avals["params"], self.inputs, self.outputs, strict=True
         ):
             names = frozenset(
-                name for name, aval in avals.items() if source_of(aval) is not None
+                name for name, aval in params.items() if source_of(aval) is not None
             )
             extras = tuple(edges[edge] for edge in inputs)
             needs.append(RequestedGradients(is_reached, names, extras))
@@ -151,21 +148,13 @@ class OperationGroup:
         """
         if len(self.basic_ops) == 1:
             return (), {}
-        xs, edges = [], dict(operands["edges"])
-
-        def run(operands):
-            x, arrays = operands["x"], dict(operands["edges"])
-            for i, op in enumerate(self.basic_ops):
-                xs.append(jax.typeof(source_of(x)))
-                x = x if op.takes_quantized else dequantized(x)
-                extras = tuple(arrays[edge] for edge in self.inputs[i])
-                x, outputs, _ = op.forward(
-                    operands["params"][i], x, extras, frozenset()
-                )
-                arrays.update(zip(self.outputs[i], outputs, strict=True))
-            edges.update(jax.tree.map(jax.typeof, arrays))
-
-        jax.eval_shape(run, operands)
+        unfused = tuple(FusedOperation((op,)) for op in self.basic_ops)
+        own = tuple(itertools.chain(*self.outputs))
+        group = dataclasses.replace(self, forward_ops=unfused, results=own)
+        nothing = (frozenset(),) * len(unfused)
+        _, edges, (_, xs) = jax.eval_shape(
+            lambda operands: _run_operations(None, group, operands, nothing), operands
+        )
         # Residuals that are not saved are replaced by empty arrays, so that the tree
         # structure of the saved values does not depend on the requested gradients.
         x_avals = tuple(
@@ -205,27 +194,28 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
     with the settings that operations look up, such as the methods of named overlaps.
 
     Returns:
-        y, the extra outputs in `group.results` by edge, and the residuals of each basic
-        operation, or () if `saves` is None.
+        y; the extra outputs in `group.results` by edge; and, unless `saves` is None,
+        the residuals of each basic operation and the activation that each of
+        `group.forward_ops` reads.
     """
     x, edges = operands["x"], dict(operands["edges"])
-    residuals: list[Any] = []
+    xs, residuals = [], list[Any]()
     for window, op in windows(group.forward_ops):
-        num = len(op.basic_ops)
+        xs.append(source_of(x))
         x = x if op.basic_ops[0].takes_quantized else dequantized(x)
         with group.naming_errors(window, op):
             x, outputs, saved = op.forward(
                 operands["params"][window],
                 x,
                 _arrays_of(edges, group.inputs[window]),
-                (frozenset(),) * num if saves is None else saves[window],
+                (frozenset(),) * len(op.basic_ops) if saves is None else saves[window],
             )
         edges.update(_by_edge(group.outputs[window], outputs))
         residuals.extend(saved)
     y, results = dequantized(x), {edge: edges[edge] for edge in group.results}
     if results:
         y, results = mapped_together((y, results), operands)
-    return y, results, () if saves is None else tuple(residuals)
+    return y, results, None if saves is None else (residuals, xs)
 
 
 def _group_fwd(configuration, group, operands, saves):
@@ -233,24 +223,19 @@ def _group_fwd(configuration, group, operands, saves):
         if "main_grad" not in params:
             check_sources(op.label, **params)
     values = jax.tree.map(lambda operand: operand.value, operands)
-    cotangent_avals = jax.tree.map(
-        lambda operand: cotangent_aval(operand.value) if operand.perturbed else None,
+    avals = jax.tree.map(
+        lambda operand: (
+            cotangent_aval(operand.value) if operand.perturbed else placeholder()
+        ),
         operands,
     )
-    cotangent_avals = map_scaled(
-        lambda avals: cotangent_of_scaled(avals.source), cotangent_avals
-    )
-    needs = group.requested_gradients(cotangent_avals)
+    avals = map_scaled(lambda scaled: cotangent_of_scaled(scaled.source), avals)
+    needs = group.requested_gradients(from_saved(avals))
     saves = group.saved_names(needs)
-    y, results, residuals = _run_operations(configuration, group, values, saves)
-    avals = jax.tree.map(
-        lambda aval: placeholder() if aval is None else aval,
-        cotangent_avals,
-        is_leaf=_is_none,
-    )
+    y, results, (residuals, _) = _run_operations(configuration, group, values, saves)
     kept = group.kept_residuals(residuals, saves)
     intermediate_avals = group.intermediate_cotangent_avals(values, needs)
-    return (y, results, ()), (avals, kept, intermediate_avals)
+    return (y, results, None), (avals, kept, intermediate_avals)
 
 
 def _group_bwd(configuration, group, _, saved, cotangents):
@@ -325,10 +310,10 @@ def cotangent_aval(value) -> jax.Array:
     """Returns an empty array with the dtype and mesh axes of a cotangent of `value`.
 
     It stands for the type of the cotangent. As an array, it can be a residual. If
-    `value`, an array or aval, is sharded over explicit mesh axes, the array has its
-    shape after a dimension of size 0, and is sharded in the same way.
+    `value`, an array or `jax.ShapeDtypeStruct`, is sharded over explicit mesh axes, the
+    array has its shape after a dimension of size 0, and is sharded in the same way.
     """
-    sharding = _sharding_of(value)
+    sharding = jax.typeof(value).sharding
     if any(sharding.spec):
         spec = PartitionSpec(None, *sharding.spec)
         empty = jnp.zeros((0, *value.shape), value.dtype)
@@ -336,12 +321,6 @@ def cotangent_aval(value) -> jax.Array:
     else:
         empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
-
-
-def _sharding_of(value) -> NamedSharding:
-    """Returns the explicit sharding that is part of the type of an array or aval."""
-    is_aval = isinstance(value, jax.core.ShapedArray)
-    return (value if is_aval else jax.typeof(value)).sharding
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
@@ -362,7 +341,7 @@ def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
     extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:
         gradient = vma.sum_over(gradient, extra)
-    own, wanted = _sharding_of(gradient), _sharding_of(aval)
+    own, wanted = jax.typeof(gradient).sharding, jax.typeof(aval).sharding
     spec = PartitionSpec(*(wanted.spec[1:] or (None,) * gradient.ndim))
     if own.spec != spec:  # then one of them has a mesh
         sharding = wanted if any(spec) else own
