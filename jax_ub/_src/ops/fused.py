@@ -59,21 +59,16 @@ def _in_place_mismatch(name, op, wanted):
 class _LinearPattern(FusedPattern):
     """Base class of fused operations with a linear, which a collective may overlap.
 
-    If a collective overlaps the GEMM of the linear, the field `linear` is a
-    `UserbuffersLinear`. `basic_ops` has the operations that this one replaces.
+    If a collective overlaps the GEMM of the linear, the field `linear` is an
+    `_overlapped`. `basic_ops` has the operations that this one replaces.
     """
 
-    _overlapped: ClassVar[type[UserbuffersLinear]]
-
-    @property
-    def userbuffers(self) -> Any:
-        """Returns field `linear` if it is a `UserbuffersLinear`, else None."""
-        linear = vars(self)["linear"]
-        return linear if isinstance(linear, self._overlapped) else None
+    _overlapped: ClassVar[type[UserbuffersLinear] | None] = None
+    linear: Any
 
     @property
     def overlaps(self):
-        return self.userbuffers is not None
+        return isinstance(self.linear, UserbuffersLinear)
 
     def _operations_from_keywords(self):
         """Returns {field: operation}, replacing a row-parallel linear that overlaps.
@@ -82,14 +77,57 @@ class _LinearPattern(FusedPattern):
         replaced by the fused operation that overlaps its GEMM with its collective.
         """
         found = super()._operations_from_keywords()
-        linear = found["linear"]
-        if linear.tensor_parallel_mode == ROW and match([linear])[0]:
-            found["linear"] = self._overlapped(linear=linear)
+        linear, overlapped = found["linear"], self._overlapped
+        if overlapped and linear.tensor_parallel_mode == ROW and match([linear])[0]:
+            found["linear"] = overlapped(linear=linear)
         return found
 
 
+class _ForwardLinear(_LinearPattern, ForwardPattern):
+    """Base class of linears whose GEMM also scales, or adds a bias and a residual."""
+
+    @classmethod
+    def mismatch(cls, linear, add=None, **others):
+        is_row = linear.tensor_parallel_mode == ROW
+        if isinstance(linear, UserbuffersLinear) and not is_row:
+            return "the AG+GEMM of userbuffers adds no residual. Leave it unfused"
+        if isinstance(linear, BasicLinear) and is_row:
+            return _RESULT_IS_REDUCED
+        return "" if add is None else _in_place_mismatch("add", add, wanted=True)
+
+    def forward(self, params, x, extra_inputs, saves):
+        num = len(self.linear.basic_ops)
+        options: dict[str, Any] = {}
+        for i, op in enumerate(self.basic_ops[num:], num):
+            if isinstance(op, Bias):
+                options |= {"bias": params[i]["bias"], "out_dtype": op.dtype}
+            elif isinstance(op, ConstantScale):
+                options["scale"] = op.scale
+            elif isinstance(op, AddExtraInput):
+                (residual,) = extra_inputs[i]
+                self._check_residual(op, params[0]["kernel"], x, residual)
+                options["residual"] = residual
+        if self.overlaps:
+            y, _, (saved, *_) = self.linear.forward(
+                params[:num], x, extra_inputs[:num], saves[:num], **options
+            )
+        else:
+            y, _, saved = self.linear.forward(params[0], x, (), saves[0], **options)
+        residuals = [saved, *({} for _ in self.basic_ops[1:])]
+        activation = self.basic_ops[-1]
+        if isinstance(activation, Activation):
+            y, _, residuals[-1] = activation.forward(params[-1], y, (), saves[-1])
+        return y, ((),) * len(residuals), tuple(residuals)
+
+    def _check_residual(self, add, kernel, x, residual):
+        linear = self.basic_ops[0]
+        config = self.linear.call_config(compute_dtype(linear.dtype, x))
+        linear.check_operands(config, source_of(x), kernel)
+        add.check(result_shape(config, x, kernel.shape[1]), residual)
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
+class ForwardLinearBiasAdd(_ForwardLinear):
     """Computes `x @ kernel + bias + residual` in one GEMM that overwrites the residual.
 
     Replaces the forward of `BasicLinear`, an optional `Bias` and
@@ -113,50 +151,13 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
 
     _overlapped = UserbuffersForwardLinear
 
-    linear: BasicLinear = pattern_field(BasicLinear, UserbuffersForwardLinear)
+    linear: Any = pattern_field(BasicLinear, UserbuffersForwardLinear)
     bias: Bias | None = pattern_field(Bias, is_optional=True)
     add: AddExtraInput = pattern_field(AddExtraInput)
 
-    @classmethod
-    def mismatch(cls, linear, bias, add):
-        is_row = linear.tensor_parallel_mode == ROW
-        if isinstance(linear, UserbuffersForwardLinear) and not is_row:
-            return "the AG+GEMM of userbuffers adds no residual. Leave it unfused"
-        if isinstance(linear, BasicLinear) and is_row:
-            return _RESULT_IS_REDUCED
-        return _in_place_mismatch("add", add, wanted=True)
-
-    def forward(self, params, x, extra_inputs, saves):
-        """Computes `x @ kernel + bias + residual` in a GEMM (+ reduce-scatter)."""
-        num = len(self.linear.basic_ops)
-        (residual,) = extra_inputs[-1]
-        _check_residual(self, params[0]["kernel"], x, residual)
-        addends = {"residual": residual, **_bias_of(self.bias, params[num:])}
-        if self.userbuffers is None:
-            y, _, own = self.linear.forward(params[0], x, (), saves[0], **addends)
-            residuals = (own,)
-        else:
-            y, _, residuals = self.userbuffers.forward(
-                params[:num], x, extra_inputs[:num], saves[:num], **addends
-            )
-        others = len(self.basic_ops) - num
-        return y, ((),) * len(self.basic_ops), (*residuals, *({},) * others)
-
-
-def _check_residual(fused, kernel, x, residual):
-    linear = fused.basic_ops[0]
-    config = fused.linear.call_config(compute_dtype(linear.dtype, x))
-    linear.check_operands(config, source_of(x), kernel)
-    fused.add.check(result_shape(config, x, kernel.shape[1]), residual)
-
-
-def _bias_of(op, params):
-    """Returns the bias as a keyword of `linear.forward`, or {} if `op` is None."""
-    return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
-
 
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearBiasActivation(ForwardPattern):
+class ForwardLinearBiasActivation(_ForwardLinear):
     """Computes `activation(x @ kernel + bias)`, where the GEMM adds the bias.
 
     Replaces the forward of `BasicLinear`, `Bias` and an activation function. This saves
@@ -178,23 +179,9 @@ class ForwardLinearBiasActivation(ForwardPattern):
     bias: Bias | None = pattern_field(Bias, is_optional=True)
     activation: Activation | None = pattern_field(Activation, is_optional=True)
 
-    @classmethod
-    def mismatch(cls, linear, bias, activation):
-        return _RESULT_IS_REDUCED if linear.tensor_parallel_mode == ROW else ""
-
-    def forward(self, params, x, extra_inputs, saves):
-        """Computes `activation(x @ kernel + bias)`. The GEMM adds the bias."""
-        bias = _bias_of(self.bias, params[1:])
-        y, _, saved = self.linear.forward(params[0], x, (), saves[0], **bias)
-        residuals = [saved, *([{}] if self.bias is not None else [])]
-        if self.activation is not None:
-            y, _, saved = self.activation.forward(params[-1], y, (), saves[-1])
-            residuals.append(saved)
-        return y, ((),) * len(residuals), tuple(residuals)
-
 
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearScaleAdd(ForwardPattern):
+class ForwardLinearScaleAdd(_ForwardLinear):
     """Computes `scale * x @ kernel + residual` in one GEMM, in the residual's buffer.
 
     Replaces the forward of `BasicLinear`, `ConstantScale` and
@@ -215,20 +202,6 @@ class ForwardLinearScaleAdd(ForwardPattern):
     linear: BasicLinear = pattern_field(BasicLinear)
     scale: ConstantScale = pattern_field(ConstantScale)
     add: AddExtraInput = pattern_field(AddExtraInput)
-
-    @classmethod
-    def mismatch(cls, linear, scale, add):
-        if linear.tensor_parallel_mode == ROW:
-            return _RESULT_IS_REDUCED
-        return _in_place_mismatch("add", add, wanted=True)
-
-    def forward(self, params, x, extra_inputs, saves):
-        """Computes `scale * x @ kernel + residual` in one GEMM."""
-        (residual,) = extra_inputs[2]
-        _check_residual(self, params[0]["kernel"], x, residual)
-        addends = {"residual": residual, "scale": self.scale.scale}
-        y, _, residuals = self.linear.forward(params[0], x, (), saves[0], **addends)
-        return y, ((), (), ()), (residuals, {}, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +231,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
     _overlapped = UserbuffersBackwardLinear
 
     backward_add: MakeExtraOutput = pattern_field(MakeExtraOutput)
-    linear: BasicLinear = pattern_field(BasicLinear, UserbuffersBackwardLinear)
+    linear: Any = pattern_field(BasicLinear, UserbuffersBackwardLinear)
 
     @classmethod
     def mismatch(cls, backward_add, linear):
@@ -278,15 +251,15 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         if not needs[0].x:
             d_extra = None
-        if self.userbuffers is None:
+        if self.overlaps:
+            dx, d_params, _ = self.linear.backward(
+                residuals[1:], dy, d_extra_outputs[1:], needs[1:], residual=d_extra
+            )
+        else:
             dx, d_linear, _ = self.linear.backward(
                 residuals[1], dy, (), needs[1], residual=d_extra
             )
             d_params = (d_linear,)
-        else:
-            dx, d_params, _ = self.userbuffers.backward(
-                residuals[1:], dy, d_extra_outputs[1:], needs[1:], residual=d_extra
-            )
         return dx, ({}, *d_params), ((),) * len(self.basic_ops)
 
     @classmethod

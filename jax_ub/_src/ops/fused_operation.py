@@ -188,27 +188,19 @@ def fuse_windows(
         FusionError: if `match` returns neither a fused operation nor None.
     """
     arguments.check_function("fuse_windows", "match", match)
-    return _fused("fuse_windows", ops, match)
-
-
-def _fused(op, ops, match) -> list[Op]:
-    """Replaces each run of operations for which `match` returns a fused operation."""
-    entries: list[Any] = list(read_operations(op, ops))
+    rest: list[Any] = list(read_operations("fuse_windows", ops))
     fused: list[Op] = []
-    start = 0
-    while start < len(entries):
-        found = match(entries[start:])
+    while rest:
+        found = match(list(rest))
         if not isinstance(found, Op | None):
             raise FusionError(
-                f"{op}: match returned {shown(found)}. Return a fused operation, or "
-                "None to keep the first operation."
+                f"fuse_windows: match returned {shown(found)}. Return a fused "
+                "operation, or None to keep the first operation."
             )
-        fused.append(entries[start] if found is None else found)
-        num_basic_ops = 0 if found is None else len(found.basic_ops)
-        end = start + 1
-        while end < len(entries) and len(expand(entries[start:end])) < num_basic_ops:
-            end += 1
-        start = end
+        fused.append(rest[0] if found is None else found)
+        num_left = len(fused[-1].basic_ops) - len(rest.pop(0).basic_ops)
+        while rest and num_left > 0:
+            num_left -= len(rest.pop(0).basic_ops)
     return fused
 
 
@@ -249,7 +241,7 @@ class FusedPattern(FusedOperation):
     `basic_ops`.
     """
 
-    _needed: ClassVar[tuple[str, ...]] = ()  # optional fields that `fuse` requires
+    _needed: ClassVar[tuple[str, ...]] = ()  # optional fields that a fusion requires
 
     basic_ops: Any = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -294,15 +286,6 @@ class FusedPattern(FusedOperation):
                 return None
             found[field.name] = rest.pop(0) if fits else None
         return found
-
-    @classmethod
-    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Returns `ops` with each match of the pattern replaced by one operation.
-
-        Raises:
-            ShapeContractError: if `ops` is not a list of operations.
-        """
-        return _fused(cls.__name__, ops, cls.replacement)
 
     @classmethod
     def replacement(cls, ops: Sequence[Op]) -> "FusedPattern | None":
@@ -369,7 +352,7 @@ class ForwardPattern(FusedPattern):
 
         Returns a new list; the other operations stay in it.
         """
-        return cls.fuse(ops)
+        return fuse_windows(read_operations(cls.__name__, ops), cls.replacement)
 
 
 class BackwardPattern(FusedPattern):
@@ -381,7 +364,7 @@ class BackwardPattern(FusedPattern):
 
         Returns a new list; the other operations stay in it.
         """
-        return cls.fuse(ops)
+        return fuse_windows(read_operations(cls.__name__, ops), cls.replacement)
 
 
 def _present(found):
