@@ -58,8 +58,8 @@ _FUSIONS: dict[str, list[Fusion]] = {
         BackwardAddRMSNorm.fuse_backward_ops,
     ],
 }
-# The fusions that each active `without_fusions` registers again at its end.
-_DISABLED: list[dict[str, list[Fusion]]] = []
+# The (pass, fusion) pairs that an active `without_fusions` disables.
+_DISABLED: list[tuple[str, Fusion]] = []
 
 
 def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
@@ -123,15 +123,14 @@ def unregister_fusion(fusion: Fusion) -> None:
         FusionError: if `fusion` is not callable.
     """
     _check_fusion("unregister_fusion", "fusion", fusion)
-    for fusions_of_passes in (_FUSIONS, *_DISABLED):
-        for registered in fusions_of_passes.values():
-            while fusion in registered:
-                registered.remove(fusion)
+    for registered in _FUSIONS.values():
+        if fusion in registered:
+            registered.remove(fusion)
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the registered fusions of "forward", "backward" or "joint", in order."""
-    return tuple(_FUSIONS[name])
+    """Returns the enabled fusions of "forward", "backward" or "joint", in order."""
+    return tuple(each for each in _FUSIONS[name] if (name, each) not in _DISABLED)
 
 
 @contextlib.contextmanager
@@ -144,24 +143,19 @@ def without_fusions() -> Iterator[None]:
 
     Transformer Engine: none.
     """
-    before = {name: list(registered) for name, registered in _FUSIONS.items()}
-    _DISABLED.append(before)
-    for registered in _FUSIONS.values():
-        registered.clear()
+    before = list(_DISABLED)
+    _DISABLED[:] = [(name, each) for name, found in _FUSIONS.items() for each in found]
     try:
         yield
     finally:
-        _DISABLED.pop()
-        for name, registered in _FUSIONS.items():
-            # Fusions that were registered inside the context stay registered, and run
-            # last.
-            added = [fusion for fusion in registered if fusion not in before[name]]
-            registered[:] = [*before[name], *added]
+        _DISABLED[:] = before
 
 
 def _register(name, fusion, prepend):
     _check_fusion(f"register_{name}_fusion", "fusion", fusion)
     checks.check_flag(f"register_{name}_fusion", "prepend", prepend)
+    if (name, fusion) in _DISABLED:
+        _DISABLED.remove((name, fusion))
     if fusion not in _FUSIONS[name]:
         _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)
 

@@ -278,6 +278,14 @@ def test_without_fusions_no_operation_is_fused():
     )
 
 
+def test_a_fusion_that_is_registered_again_without_fusions_runs():
+    before = fusions.fusions("forward")
+    with ops.without_fusions():
+        ops.register_forward_fusion(before[0])
+        assert forward(basic("column"), BIAS) == [UBF]
+    assert fusions.fusions("forward") == before
+
+
 def test_without_fusions_restores_fusions_that_are_not_hashable():
     @dataclasses.dataclass
     class Unchanged:
