@@ -19,12 +19,16 @@ from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, init_state
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.group import cotangent_aval
-from jax_ub._src.ops.linear_gemms import gradients, quantized, state_in
+from jax_ub._src.ops.linear_gemms import (
+    gradient_dtype,
+    gradients,
+    quantized,
+    state_in,
+)
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
     Params,
-    RequestedGradients,
     Residuals,
     check_params,
     compute_dtype,
@@ -44,11 +48,12 @@ from jax_ub._src.rules.operands import (
     pcast_main_grad,
 )
 from jax_ub._src.rules.vjp import (
+    as_factor,
     not_reduced,
     warn_of_constant_main_grad,
     warn_of_constant_state,
 )
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of, values_of
+from jax_ub._src.scaled_array import ScaledArray, source_of, values_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -193,24 +198,21 @@ class BasicLinear(_LinearOptions, BasicOperation):
         names = {"kernel", "x_aval"} if needs.x else set()
         if self._has_state:
             names.update(OUTPUT_GRAD_STATE)
-        if "kernel" in needs.params and not self.wants_wgrad(needs):
-            warn_of_constant_main_grad(self.label, "accumulate_into_main_grad")
-        if self.wants_wgrad(needs):
+        if self.accumulated in needs.params:
             names.add("x")
             if self._has_state and needs.params.isdisjoint(fp8_state.NAMES):
                 warn_of_constant_state(self.label)
+        elif "kernel" in needs.params:
+            warn_of_constant_main_grad(self.label, "accumulate_into_main_grad")
         return frozenset(names | (self.overwritten & needs.params))
-
-    def wants_wgrad(self, needs: RequestedGradients) -> bool:
-        """Returns whether the backward computes the gradient of the kernel.
-
-        With `accumulate_into_main_grad`, it is part of the cotangent of "main_grad".
-        """
-        return self.accumulated in needs.params
 
     @property
     def accumulated(self) -> str:
-        """Returns the parameter that gets the gradient: "main_grad" or "kernel"."""
+        """Returns the parameter that gets the kernel's gradient.
+
+        With `accumulate_into_main_grad`, it is "main_grad", whose cotangent contains
+        the gradient, else "kernel".
+        """
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
@@ -258,12 +260,12 @@ class BasicLinear(_LinearOptions, BasicOperation):
         Returns:
             x and the kernel, for the GEMM of the forward pass, and the residuals.
         """
-        given, x, kernel = x, source_of(x), params["kernel"]
-        self.check_operands(config, x, kernel)
+        kernel = params["kernel"]
+        self.check_operands(config, source_of(x), kernel)
         residuals = {
-            "x": given if is_scaled(given) else x.astype(config.dtype),
-            "kernel": kernel if is_scaled(kernel) else kernel.astype(config.dtype),
-            "x_aval": cotangent_aval(x),
+            "x": as_factor(x, config.dtype),
+            "kernel": as_factor(kernel, config.dtype),
+            "x_aval": cotangent_aval(source_of(x)),
         }
         if self.accumulate_into_main_grad:
             axes = config.axes(x, kernel)
@@ -331,8 +333,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         reuses the buffer of `residual` if it is not read later. `scale` is a factor of
         both products.
         """
-        x, w, main_grad = self.saved_operands(residuals, needs)
-        config = self.call_config(self.backward_dtype(x, w, dy))
+        config = self.call_config(gradient_dtype(residuals, dy))
         # Without sequence parallelism, dx is summed over the ranks only if x has a
         # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
         # cotangents then add up to the gradient.
@@ -343,25 +344,14 @@ class BasicLinear(_LinearOptions, BasicOperation):
             dw_dtype=np.dtype(self.param_dtype),
             is_x_replicated=needs.x and is_replicated(config, residuals["x_aval"]),
         )
-        dy = dy if is_scaled(dy) else dy.astype(config.dtype)
+        dy = as_factor(dy, config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
-            dy, x, residual = as_row((dy, x, residual))
-        old = state_in(residuals)
-        dx, dw, state = gradients(config, dy, x, w, main_grad, residual, old)
+            dy, residual = as_row((dy, residual))
+            residuals = {**residuals, "x": as_row(residuals.get("x"))}
+        dx, dw, state = gradients(config, dy, residuals, residual)
         d_params = {**state, self.accumulated: dw}
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
-
-    def backward_dtype(self, x: Any, kernel: Any, dy: Any) -> np.dtype:
-        """Returns the dtype of the gradient GEMMs; for FP8 operands, dy's dtype."""
-        operands = (a for a in (kernel, x) if a is not None and not is_scaled(a))
-        return next(operands, source_of(dy)).dtype
-
-    def saved_operands(self, residuals: Residuals, needs: RequestedGradients):
-        """Returns the saved x, kernel and main_grad, or None for each not needed."""
-        x = residuals["x"] if self.wants_wgrad(needs) else None
-        kernel = residuals["kernel"] if needs.x else None
-        return x, kernel, None if x is None else residuals.get("main_grad")
 
 
 def _checked_options(label, options):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.fp8.recipes import INPUT, KERNEL
@@ -62,25 +63,29 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     return {**residuals, **operands, **old, **new_state}
 
 
+def gradient_dtype(residuals: Residuals, dy: Any) -> np.dtype:
+    """Returns the dtype of the gradient GEMMs; for FP8 operands, dy's dtype."""
+    operands = (residuals.get("kernel"), residuals.get("x"))
+    wide = (a for a in operands if a is not None and not is_scaled(a))
+    return next(wide, source_of(dy)).dtype
+
+
 def gradients(
-    config: CallConfig,
-    dy: Any,
-    x: Any,
-    w: Any,
-    main_grad: jax.Array | None,
-    residual: jax.Array | None,
-    state: Residuals | None = None,
+    config: CallConfig, dy: Any, residuals: Residuals, residual: jax.Array | None
 ) -> tuple[jax.Array | None, jax.Array | None, Residuals]:
     """Computes `dy @ w.T + residual`, `x.T @ dy + main_grad` and the new FP8 state.
 
-    The first is None without `w`, the second without `x`. `state` is the old state with
-    which `DelayedScaling` quantizes dy.
+    `residuals` are those of `BasicLinear`. The first result is None without "kernel",
+    the second without "x". With `DelayedScaling`, they have the state with which dy is
+    quantized.
     """
+    kernel, main_grad = residuals.get("kernel"), residuals.get("main_grad")
     saved = {
-        "x": x,
+        "x": residuals.get("x"),
         "gathered": None,
-        "ws": None if w is None else (w,),
+        "ws": None if kernel is None else (kernel,),
         "main_grads": None if main_grad is None else (main_grad,),
+        "state": state_in(residuals),
     }
     if config.fp8 is None:
         compute = column_gradients if config.mode.gathers_x else row_gradients
@@ -89,9 +94,8 @@ def gradients(
     dw_dtype = None if main_grad is not None else config.dw_dtype or config.dtype
     dx_dtype = config.dtype if residual is None else residual.dtype
     config = dataclasses.replace(config, source_dtypes=(dx_dtype, dw_dtype))
-    saved["state"] = state
     gradient, dws, new_state = scaled.scaled_gradients(
         config, saved, {0: dy}, residual=residual
     )
-    state = {**(state or {}), **(new_state or {})}
+    state = {**saved["state"], **(new_state or {})}
     return source_of(gradient), source_of(dws.get(0)), state

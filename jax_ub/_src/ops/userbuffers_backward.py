@@ -11,7 +11,7 @@ from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.fused_operation import BackwardPattern
-from jax_ub._src.ops.linear_gemms import gradients, state_in
+from jax_ub._src.ops.linear_gemms import gradient_dtype, gradients
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
@@ -20,8 +20,8 @@ from jax_ub._src.ops.userbuffers import (
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.operands import pcast_operands, result_shape
-from jax_ub._src.rules.vjp import row_sum
-from jax_ub._src.scaled_array import dequantized, is_scaled
+from jax_ub._src.rules.vjp import as_factor, row_sum
+from jax_ub._src.scaled_array import dequantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         checks.check_flag(op, "weight_requires_grad", weight_requires_grad)
         checks.check_flag(op, "bias_requires_grad", bias_requires_grad)
         if dtype is None:
-            dtype = next(a for a in arrays.values() if a is not None).dtype
+            dtype = gradient_dtype({"kernel": weight, "x": input}, grad_output)
         config = overlapped_call_config(
             op,
             tensor_parallel_mode,
@@ -130,7 +130,8 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         w = _required(config, "weight", weight, "input", input_requires_grad)
         _check_backward(config, grad_output, x, w)
         _check_addends(config, grad_output, x, w, main_grad, residual)
-        dx, dw, _ = _gradients(config, grad_output, x, w, main_grad, residual)
+        operands = {"x": x, "kernel": w, "main_grad": main_grad}
+        dx, dw, _ = _gradients(config, grad_output, operands, residual)
         db = row_sum(grad_output) if bias_requires_grad else None
         if db is not None and not config.mode.gathers_x:
             db = _sum_over_ranks(config, db)
@@ -143,12 +144,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         """
         linear = self.linear
         dy = dy if linear.takes_quantized_grad else dequantized(dy)
-        x, w, main_grad = linear.saved_operands(residuals[0], needs[0])
-        dtype = linear.backward_dtype(x, w, dy)
+        dtype = gradient_dtype(residuals[0], dy)
         config = self.call_config(dtype, is_backward=True)
         config = dataclasses.replace(config, dw_dtype=np.dtype(linear.param_dtype))
-        old = state_in(residuals[0])
-        dx, dw, state = _gradients(config, dy, x, w, main_grad, residual, old)
+        dx, dw, state = _gradients(config, dy, residuals[0], residual)
         d_params: list[dict] = [{} for _ in self.basic_ops]
         d_params[0] = {**state, linear.accumulated: dw}
         if self.bias is not None and needs[1].params:
@@ -168,18 +167,21 @@ def _sum_over_ranks(config, db):
     return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
 
 
-def _gradients(config, dy, x, w, main_grad, residual, state=None):
+def _gradients(config, dy, residuals, residual):
     """Computes dx, dw and the new FP8 state of a linear with overlapped GEMMs.
 
     The operands are first cast to one dtype and to vary over the same mesh axes.
     """
-    if x is None and w is None and not state:
+    if not jax.tree.leaves(residuals):
         return None, None, {}
-    operands = (dy, x, w, main_grad, residual)
-    axes = config.axes(*(a for a in operands if a is not None))
-    dy, x, w, residual = pcast_operands((dy, x, w, residual), axes)
-    x, w = (a if a is None or is_scaled(a) else a.astype(config.dtype) for a in (x, w))
-    return gradients(config, dy, x, w, main_grad, residual, state)
+    operands = {name: residuals.get(name) for name in ("x", "kernel")}
+    axes = config.axes(dy, operands, residuals.get("main_grad"), residual)
+    dy, operands, residual = pcast_operands((dy, operands, residual), axes)
+    casts = {
+        name: None if array is None else as_factor(array, config.dtype)
+        for name, array in operands.items()
+    }
+    return gradients(config, dy, {**residuals, **casts}, residual)
 
 
 def _required(config, name, array, of, is_wanted):
