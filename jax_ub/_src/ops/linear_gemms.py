@@ -15,7 +15,8 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.backward import column_gradients, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.operands import check_scaled
+from jax_ub._src.rules.operands import check_scaled, pcast_operands
+from jax_ub._src.rules.vjp import as_factor
 from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_source
 
 
@@ -79,11 +80,16 @@ def gradients(
     the second without "x". With `DelayedScaling`, they have the state with which dy is
     quantized.
     """
-    kernel, main_grad = residuals.get("kernel"), residuals.get("main_grad")
+    if not jax.tree.leaves(residuals):
+        return None, None, {}
+    x, kernel, main_grad = map(residuals.get, ("x", "kernel", "main_grad"))
+    if config.overlap:
+        axes = config.axes(dy, x, kernel, main_grad, residual)
+        dy, x, kernel, residual = pcast_operands((dy, x, kernel, residual), axes)
     saved = {
-        "x": residuals.get("x"),
+        "x": None if x is None else as_factor(x, config.dtype),
         "gathered": None,
-        "ws": None if kernel is None else (kernel,),
+        "ws": None if kernel is None else (as_factor(kernel, config.dtype),),
         "main_grads": None if main_grad is None else (main_grad,),
         "state": state_in(residuals),
     }

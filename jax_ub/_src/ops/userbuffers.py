@@ -108,7 +108,7 @@ class UserbuffersLinear(FusedPattern):
     def overlaps(self):
         return True
 
-    def call_config(self, dtype: DTypeLike, *, is_backward: bool = False) -> CallConfig:
+    def call_config(self, dtype: DTypeLike) -> CallConfig:
         linear, scatter = self.linear, self.reduce_scatter
         return overlapped_call_config(
             type(self).__name__,
@@ -118,7 +118,7 @@ class UserbuffersLinear(FusedPattern):
             linear.comm_name,
             linear.chosen_method,
             dtype,
-            is_backward=is_backward,
+            is_backward=self.overrides("backward"),
             fp8=linear.fp8,
         )
 
@@ -160,11 +160,10 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
             'the ranks, but axis_name = None. Pass it, for example "tp".'
         )
     mode = mode_of(parallel, True)
-    may_be_bulk = is_backward and any(one.is_bulk for one in mode.dgrad)
     config = make_call_config(
         *(op, axis_name, ub_comm_name, method),
         mode=mode,
-        may_be_bulk=may_be_bulk,
+        may_be_bulk=is_backward and any(one.is_bulk for one in mode.dgrad),
         is_fp8=fp8 is not None,
     )
     found = checks.dtype_of(dtype)
@@ -246,7 +245,9 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         config = overlapped_call_config(
             op, mode, axis_name, sequence_parallel, ub_comm_name, method, dtype
         )
-        _check_forward(config, input, weight, bias)
+        check_weight(config, weight)
+        check_input(config, input, weight)
+        checks.check_addends(config.label, bias, None, weight.shape[1:])
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
         (y,), _ = forward_of(config)(config, *_forward_operands(config, x, w, bias))
         return y, {"input": x, "weight": w}
@@ -274,21 +275,26 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         if out_dtype is None and self.bias is not None:
             out_dtype = self.bias.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        checks.check_addends(config.label, own_bias, None, (w.shape[1],))
+        checks.check_addends(config.label, own_bias, None, w.shape[1:])
         operands = _forward_operands(config, x, w, own_bias, bias, residual)
         (y,), _ = forward_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
 
-def _check_forward(config, x, w, bias):
-    check_activation(config, "input", x)
+def check_weight(config, w):
     checks.check_float(config.label, weight=w)
     checks.check_kernel(config.label, "weight", w)
-    checks.check_contraction(config.label, x, w, config.num_ranks, config.mode.sharded)
+
+
+def check_input(config, x, w):
+    """Checks the input, and unless w is None, that both have the same K."""
+    check_activation(config, "input", x)
+    if w is not None:
+        num_ranks, sharded = config.num_ranks, config.mode.sharded
+        checks.check_contraction(config.label, x, w, num_ranks, sharded)
     if not config.mode.gathers_x:
         checks.check_divides(config.label, x, config.num_ranks)
-    checks.check_addends(config.label, bias, None, (w.shape[1],))
 
 
 def check_activation(config, name, array):

@@ -15,12 +15,16 @@ from jax_ub._src.ops.linear_gemms import gradient_dtype, gradients
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
+    check_input,
+    check_weight,
     overlapped_call_config,
 )
+from jax_ub._src.parallel import COLUMN, ROW
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules.operands import pcast_operands, result_shape
-from jax_ub._src.rules.vjp import as_factor, row_sum
+from jax_ub._src.rules.forward import dgrad_config
+from jax_ub._src.rules.operands import result_shape
+from jax_ub._src.rules.vjp import row_sum
 from jax_ub._src.scaled_array import dequantized
 
 
@@ -128,13 +132,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         )
         x = _required(config, "input", input, "weight", weight_requires_grad)
         w = _required(config, "weight", weight, "input", input_requires_grad)
-        _check_backward(config, grad_output, x, w)
-        _check_addends(config, grad_output, x, w, main_grad, residual)
+        _check_gradients(config, grad_output, x, w, main_grad, residual)
         operands = {"x": x, "kernel": w, "main_grad": main_grad}
-        dx, dw, _ = _gradients(config, grad_output, operands, residual)
-        db = row_sum(grad_output) if bias_requires_grad else None
-        if db is not None and not config.mode.gathers_x:
-            db = _sum_over_ranks(config, db)
+        dx, dw, _ = gradients(config, grad_output, operands, residual)
+        db = _bias_gradient(config, grad_output) if bias_requires_grad else None
         return dx, dw, {"grad_bias": db}
 
     def backward(self, residuals, dy, d_extra_outputs, needs, *, residual=None):
@@ -144,44 +145,29 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         """
         linear = self.linear
         dy = dy if linear.takes_quantized_grad else dequantized(dy)
-        dtype = gradient_dtype(residuals[0], dy)
-        config = self.call_config(dtype, is_backward=True)
+        config = self.call_config(gradient_dtype(residuals[0], dy))
         config = dataclasses.replace(config, dw_dtype=np.dtype(linear.param_dtype))
-        dx, dw, state = _gradients(config, dy, residuals[0], residual)
+        dx, dw, state = gradients(config, dy, residuals[0], residual)
         d_params: list[dict] = [{} for _ in self.basic_ops]
         d_params[0] = {**state, linear.accumulated: dw}
         if self.bias is not None and needs[1].params:
-            db = row_sum(dequantized(dy))
+            db = _bias_gradient(config, dy)
             if self.reduce_scatter is not None:
                 # The reduce-scatter of the forward pass adds the biases of all ranks to
                 # each token, so the gradient of each bias is dy summed over the tokens
                 # of all ranks. The gradient is cast to vary over the ranks: if the bias
                 # is replicated, JAX then also adds the gradients of its P copies.
-                axes = config.axes(db)
-                db = vma.pcast_varying(_sum_over_ranks(config, db), axes)
+                db = vma.pcast_varying(db, config.axes(db))
             d_params[1]["bias"] = db
         return dx, tuple(d_params), ((),) * len(self.basic_ops)
 
 
-def _sum_over_ranks(config, db):
+def _bias_gradient(config, dy):
+    """Sums dy over all tokens: also over the ranks, if they have different tokens."""
+    db = row_sum(dequantized(dy))
+    if config.mode.gathers_x:
+        return db
     return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
-
-
-def _gradients(config, dy, residuals, residual):
-    """Computes dx, dw and the new FP8 state of a linear with overlapped GEMMs.
-
-    The operands are first cast to one dtype and to vary over the same mesh axes.
-    """
-    if not jax.tree.leaves(residuals):
-        return None, None, {}
-    operands = {name: residuals.get(name) for name in ("x", "kernel")}
-    axes = config.axes(dy, operands, residuals.get("main_grad"), residual)
-    dy, operands, residual = pcast_operands((dy, operands, residual), axes)
-    casts = {
-        name: None if array is None else as_factor(array, config.dtype)
-        for name, array in operands.items()
-    }
-    return gradients(config, dy, {**residuals, **casts}, residual)
 
 
 def _required(config, name, array, of, is_wanted):
@@ -193,51 +179,40 @@ def _required(config, name, array, of, is_wanted):
     return array if is_wanted else None
 
 
-def _check_backward(config, dy, x, w):
+def _check_gradients(config, dy, x, w, main_grad, residual):
+    """Checks the operands of the backward: input and weight, dy and the addends."""
+    label, gathers = config.label, config.mode.gathers_x
     check_activation(config, "grad_output", dy)
     if w is not None:
-        checks.check_float(config.label, weight=w)
-        checks.check_kernel(config.label, "weight", w)
+        check_weight(config, w)
         if dy.shape[-1] != w.shape[1]:
             raise ShapeContractError(
-                f"{config.label}: grad_output {dy.shape} has N = {dy.shape[-1]}, but "
-                f"weight {w.shape} has N = {w.shape[1]}. Kernels are [in, out], as in "
-                "the forward; pass the weight untransposed."
+                f"{label}: grad_output {dy.shape} has N = {dy.shape[-1]}, but weight "
+                f"{w.shape} has N = {w.shape[1]}. Kernels are [in, out], as in the "
+                "forward; pass the weight untransposed."
             )
-    if x is None:
-        return
-    check_activation(config, "input", x)
-    if w is not None:
-        num_ranks, sharded = config.num_ranks, config.mode.sharded
-        checks.check_contraction(config.label, x, w, num_ranks, sharded)
-    meaning = "[..., M, N/P]"
-    if not config.mode.gathers_x:
-        checks.check_divides(config.label, x, config.num_ranks)
-        meaning = "[..., M/P, N]"
-    meaning += f" for input {tuple(x.shape)}"
-    wanted = result_shape(config, x, dy.shape[-1])
-    checks.check_shape(config.label, "grad_output", dy, wanted, meaning)
-
-
-def _check_addends(config, dy, x, w, main_grad, residual):
-    if main_grad is not None and x is None:
-        raise ShapeContractError(
-            f"{config.label}: main_grad is given, but weight_requires_grad = False. "
-            "Leave out main_grad if the kernel is frozen."
-        )
+    if x is not None:
+        check_input(config, x, w)
+        meaning = "[..., M, N/P]" if gathers else "[..., M/P, N]"
+        meaning += f" for input {tuple(x.shape)}"
+        wanted = result_shape(config, x, dy.shape[-1])
+        checks.check_shape(label, "grad_output", dy, wanted, meaning)
     if main_grad is not None:
-        shape = (x.shape[-1], dy.shape[-1])
-        kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
-        checks.check_main_grad(config.label, main_grad, kernel)
+        if x is None:
+            raise ShapeContractError(
+                f"{label}: main_grad is given, but weight_requires_grad = False. Leave "
+                "out main_grad if the kernel is frozen."
+            )
+        kernel = jax.ShapeDtypeStruct((x.shape[-1], dy.shape[-1]), jnp.float32)
+        checks.check_main_grad(label, main_grad, kernel)
     if residual is None:
         return
     if w is None:
         raise ShapeContractError(
-            f"{config.label}: residual is given, but input_requires_grad = False. "
-            "Leave out residual if no gradient of the input is computed."
+            f"{label}: residual is given, but input_requires_grad = False. Leave out "
+            "residual if no gradient of the input is computed."
         )
-    checks.check_float(config.label, residual=residual)
-    rows, ranks = dy.shape[-2], config.num_ranks
-    rows = rows // ranks if config.mode.gathers_x else rows * ranks
-    wanted = (*dy.shape[:-2], rows, w.shape[0])
-    checks.check_shape(config.label, "residual", residual, wanted, "the input's shape")
+    checks.check_float(label, residual=residual)
+    dgrad = dgrad_config(config, ROW if gathers else COLUMN)
+    wanted = result_shape(dgrad, dy, w.shape[0])
+    checks.check_shape(label, "residual", residual, wanted, "the input's shape")
