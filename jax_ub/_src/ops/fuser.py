@@ -1,7 +1,6 @@
 """Fuses a list of operations, and runs the result."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from jax_ub._src.ops.fused import (
     ForwardLinearScaleAdd,
 )
 from jax_ub._src.ops.fused_operation import FusedOperation, Fusion, Op, expand, windows
-from jax_ub._src.ops.group import OperationGroup, run_group
+from jax_ub._src.ops.group import ExtraTensorEdges, OperationGroup, run_group
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
@@ -172,31 +171,6 @@ _check_direction = checks.option_check(
     'Pass "forward" or "backward".',
     UnknownNameError,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ExtraTensorEdges:
-    """How extra outputs (arrays besides y) are connected to extra inputs (besides x).
-
-    An *edge* is the number of an extra tensor: an extra input that the caller passes,
-    or an extra output of an operation.
-
-    Attributes:
-        inputs: for each operation, the edges that are its extra inputs.
-        outputs: for each operation, the edges that are its extra outputs.
-        to_caller: the edges that are returned to the caller, in order.
-    """
-
-    inputs: tuple[tuple[int, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-    to_caller: tuple[int, ...]
-
-    @property
-    def from_caller(self) -> tuple[int, ...]:
-        """Returns the edges that the caller passes, in argument order."""
-        produced = set(itertools.chain(*self.outputs))
-        read = itertools.chain(*self.inputs)
-        return tuple(edge for edge in read if edge not in produced)
 
 
 def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
@@ -381,20 +355,15 @@ class OperationFuser(arguments.KeywordsChecked):
         )
         shared = forward.keys() & backward.keys()
         starts = sorted(shared - quantized_boundaries(self.basic_ops))
-        edges, groups = self.extra_edges, []
-        for start, end in itertools.pairwise([*starts, len(self.basic_ops)]):
-            wanted = {*edges.to_caller, *itertools.chain(*edges.inputs[end:])}
-            outputs = edges.outputs[start:end]
-            group = OperationGroup(
+        return tuple(
+            OperationGroup(
                 tuple(forward[i] for i in range(start, end) if i in forward),
                 tuple(backward[i] for i in range(start, end) if i in backward),
                 start,
-                edges.inputs[start:end],
-                outputs,
-                tuple(edge for edge in itertools.chain(*outputs) if edge in wanted),
+                self.extra_edges.within(start, end),
             )
-            groups.append(group)
-        return tuple(groups)
+            for start, end in itertools.pairwise([*starts, len(self.basic_ops)])
+        )
 
     def __call__(
         self,
@@ -434,13 +403,13 @@ class OperationFuser(arguments.KeywordsChecked):
         for linear, quantize, role in self._passed_states:
             for name in names_of(role):
                 own_params[quantize][name] = own_params[linear].pop(name)
-        edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
+        edges = dict(zip(self.extra_edges.from_outside, extra_inputs, strict=True))
         x_aval = jax.typeof(x)
         for group in self.groups:
             operands = {
                 "x": x,
                 "params": tuple(own_params[group.first :][: len(group.basic_ops)]),
-                "edges": {edge: edges[edge] for edge in group.external_inputs},
+                "edges": {edge: edges[edge] for edge in group.edges.from_outside},
             }
             with jax.disable_jit(False):  # see `run_group`
                 x, results, _ = run_group(
@@ -448,7 +417,7 @@ class OperationFuser(arguments.KeywordsChecked):
                 )
             edges.update(results)
         x = vma.with_rows_of(x_aval, x)
-        public = [edges[edge] for edge in self.extra_edges.to_caller]
+        public = [edges[edge] for edge in self.extra_edges.to_outside]
         return (x, *public) if public else x
 
     def _split(self, params) -> list[dict[str, jax.Array]]:
@@ -478,7 +447,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return {i: jax.random.fold_in(key, i) for i in drawing}
 
     def _check_extra_inputs(self, extra_inputs):
-        from_caller = self.extra_edges.from_caller
+        from_caller = self.extra_edges.from_outside
         if len(extra_inputs) != len(from_caller):
             readers = [
                 operation_label(self.basic_ops, i)

@@ -43,39 +43,62 @@ _OUTSIDE_VMAP = (
 
 
 @dataclasses.dataclass(frozen=True)
+class ExtraTensorEdges:
+    """How extra outputs (arrays besides y) are connected to extra inputs (besides x).
+
+    An *edge* is the number of an extra tensor: an extra input from outside of a list of
+    operations, or an extra output of an operation.
+
+    Attributes:
+        inputs: for each operation, the edges that are its extra inputs.
+        outputs: for each operation, the edges that are its extra outputs.
+        to_outside: the extra outputs that are read outside of the list, in order.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    to_outside: tuple[int, ...]
+
+    @property
+    def from_outside(self) -> tuple[int, ...]:
+        """Returns the extra inputs from outside of the list, in order."""
+        produced = set(itertools.chain(*self.outputs))
+        read = dict.fromkeys(itertools.chain(*self.inputs))
+        return tuple(edge for edge in read if edge not in produced)
+
+    def within(self, start: int, end: int) -> "ExtraTensorEdges":
+        """Returns the edges of the operations [start, end) of the list."""
+        outputs = self.outputs[start:end]
+        wanted = {*self.to_outside, *itertools.chain(*self.inputs[end:])}
+        read = tuple(edge for edge in itertools.chain(*outputs) if edge in wanted)
+        return ExtraTensorEdges(self.inputs[start:end], outputs, read)
+
+
+@dataclasses.dataclass(frozen=True)
 class OperationGroup:
     """Consecutive basic operations that are differentiated by one `jax.custom_vjp`.
 
     A group ends wherever a fused operation of the forward and one of the backward end
     together, unless a quantized tensor passes there. With groups this short, JAX itself
     determines which of them need gradients, and sums the cotangents of an extra output
-    that several groups read. `ExtraTensorEdges` defines edges.
+    that several groups read.
 
     Attributes:
         forward_ops: the operations that compute the results.
         backward_ops: the operations that compute the gradients. They consist of the
             same basic operations.
         first: index of the group's first basic operation in the fuser's list.
-        inputs: for each operation, the edges that are its extra inputs.
-        outputs: for each operation, the edges that are its extra outputs.
-        results: the edges that later groups or the caller read.
+        edges: the extra tensors of the basic operations.
     """
 
     forward_ops: tuple[FusedOperation, ...]
     backward_ops: tuple[FusedOperation, ...]
     first: int
-    inputs: tuple[tuple[int, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-    results: tuple[int, ...]
+    edges: ExtraTensorEdges
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         return expand(self.forward_ops)
-
-    @property
-    def external_inputs(self) -> set[int]:
-        """Returns the numbers of the extra input tensors from outside the group."""
-        return set(itertools.chain(*self.inputs)).difference(*self.outputs)
 
     def requested_gradients(self, avals) -> Needs:
         """Returns which gradients the backward of each operation must compute.
@@ -87,7 +110,7 @@ class OperationGroup:
         edges = {edge: aval is not None for edge, aval in avals["edges"].items()}
         needs = []
         for params, inputs, outputs in zip(
-            avals["params"], self.inputs, self.outputs, strict=True
+            avals["params"], self.edges.inputs, self.edges.outputs, strict=True
         ):
             names = frozenset(
                 name for name, aval in params.items() if source_of(aval) is not None
@@ -149,8 +172,9 @@ class OperationGroup:
         if len(self.basic_ops) == 1:
             return (), {}
         unfused = tuple(FusedOperation((op,)) for op in self.basic_ops)
-        own = tuple(itertools.chain(*self.outputs))
-        group = dataclasses.replace(self, forward_ops=unfused, results=own)
+        own = tuple(itertools.chain(*self.edges.outputs))
+        all_edges = dataclasses.replace(self.edges, to_outside=own)
+        group = dataclasses.replace(self, forward_ops=unfused, edges=all_edges)
         nothing = (frozenset(),) * len(unfused)
         _, edges, (_, xs) = jax.eval_shape(
             lambda operands: _run_operations(None, group, operands, nothing), operands
@@ -163,7 +187,7 @@ class OperationGroup:
         )
         edge_avals = {
             edge: cotangent_aval(edges[edge]) if need else placeholder()
-            for need, outputs in zip(needs, self.outputs, strict=True)
+            for need, outputs in zip(needs, self.edges.outputs, strict=True)
             for edge in outputs
         }
         return x_avals, edge_avals
@@ -194,9 +218,9 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
     with the settings that operations look up, such as the methods of named overlaps.
 
     Returns:
-        y; the extra outputs in `group.results` by edge; and, unless `saves` is None,
-        the residuals of each basic operation and the activation that each of
-        `group.forward_ops` reads.
+        y; the extra outputs that are read outside of the group, by edge; and, unless
+        `saves` is None, the residuals of each basic operation and the activation that
+        each of `group.forward_ops` reads.
     """
     x, edges = operands["x"], dict(operands["edges"])
     xs, residuals = [], list[Any]()
@@ -207,12 +231,12 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
             x, outputs, saved = op.forward(
                 operands["params"][window],
                 x,
-                _arrays_of(edges, group.inputs[window]),
+                _arrays_of(edges, group.edges.inputs[window]),
                 (frozenset(),) * len(op.basic_ops) if saves is None else saves[window],
             )
-        edges.update(_by_edge(group.outputs[window], outputs))
+        edges.update(_by_edge(group.edges.outputs[window], outputs))
         residuals.extend(saved)
-    y, results = dequantized(x), {edge: edges[edge] for edge in group.results}
+    y, results = dequantized(x), {edge: edges[edge] for edge in group.edges.to_outside}
     if results:
         y, results = mapped_together((y, results), operands)
     return y, results, None if saves is None else (residuals, xs)
@@ -250,7 +274,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
             {name: value for name, value in values.items() if jax.tree.leaves(value)}
             for values in residuals[window]
         )
-        d_outputs = _arrays_of(d_edges, group.outputs[window])
+        d_outputs = _arrays_of(d_edges, group.edges.outputs[window])
         has_gradients = any(needs[window]) and (
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
@@ -265,7 +289,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
             )
         if window.start:
             dy = to_cotangent_aval(x_avals[window.start], dy)
-        for edge, d in _by_edge(group.inputs[window], d_inputs):
+        for edge, d in _by_edge(group.edges.inputs[window], d_inputs):
             d = to_cotangent_aval(edge_avals[edge], d)
             if d is not None:
                 before = d_edges.get(edge)

@@ -313,7 +313,7 @@ def test_local_fused_operations_equal_their_basic_operations(found):
     flat = seq.split(params)
     x = jax.random.normal(jax.random.key(1), (4, 6))
     fuser = ops.OperationFuser([seq])
-    extra = [jnp.ones((4, 8))] * len(fuser.extra_edges.from_caller)
+    extra = [jnp.ones((4, 8))] * len(fuser.extra_edges.from_outside)
 
     def loss(run):
         def total(params, x):
