@@ -175,7 +175,7 @@ class OperationGroup:
         own = tuple(itertools.chain(*self.edges.outputs))
         all_edges = dataclasses.replace(self.edges, to_outside=own)
         group = dataclasses.replace(self, forward_ops=unfused, edges=all_edges)
-        nothing = (frozenset(),) * len(unfused)
+        nothing: Saves = (frozenset(),) * len(unfused)
         _, edges, (_, xs) = jax.eval_shape(
             lambda operands: _run_operations(None, group, operands, nothing), operands
         )

@@ -181,10 +181,6 @@ class BasicLinear(_LinearOptions, BasicOperation):
         state = fp8_state.NAMES if self._has_state else ()
         return {**dict.fromkeys(names, spec), **dict.fromkeys(state, PartitionSpec())}
 
-    def split(self, params):
-        check_params(self.label, params, takes_quantized_kernel=self.fp8 is not None)
-        return (params,)
-
     @property
     def _has_state(self):
         return isinstance(self.fp8, DelayedScaling)
@@ -347,8 +343,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
         dy = as_factor(dy, config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
-            dy, residual = as_row((dy, residual))
-            residuals = {**residuals, "x": as_row(residuals.get("x"))}
+            dy, x, residual = as_row((dy, residuals.get("x"), residual))
+            residuals = {**residuals, "x": x}
         dx, dw, state = gradients(config, dy, residuals, residual)
         d_params = {**state, self.accumulated: dw}
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
@@ -435,7 +431,7 @@ class Linear(_LinearOptions, Operation):
         return {k: v for op in self.basic_ops for k, v in op.specs().items()}
 
     def split(self, params):
-        check_params("Linear", params, takes_quantized_kernel=self.fp8 is not None)
+        check_params("Linear", params, takes_quantized=self.fp8 is not None)
         if not self.use_bias:
             return (params,)
         bias = {name: v for name, v in params.items() if name == "bias"}

@@ -64,7 +64,7 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     return {**residuals, **operands, **old, **new_state}
 
 
-def gradient_dtype(residuals: Residuals, dy: Any) -> np.dtype:
+def gradient_dtype(residuals: Mapping[str, Any], dy: Any) -> np.dtype:
     """Returns the dtype of the gradient GEMMs; for FP8 operands, dy's dtype."""
     operands = (residuals.get("kernel"), residuals.get("x"))
     wide = (a for a in operands if a is not None and not is_scaled(a))
@@ -72,7 +72,7 @@ def gradient_dtype(residuals: Residuals, dy: Any) -> np.dtype:
 
 
 def gradients(
-    config: CallConfig, dy: Any, residuals: Residuals, residual: jax.Array | None
+    config: CallConfig, dy: Any, residuals: Mapping[str, Any], residual: Any
 ) -> tuple[jax.Array | None, jax.Array | None, Residuals]:
     """Computes `dy @ w.T + residual`, `x.T @ dy + main_grad` and the new FP8 state.
 
@@ -86,7 +86,7 @@ def gradients(
     if config.overlap:
         axes = config.axes(dy, x, kernel, main_grad, residual)
         dy, x, kernel, residual = pcast_operands((dy, x, kernel, residual), axes)
-    saved = {
+    saved: dict[str, Any] = {
         "x": None if x is None else as_factor(x, config.dtype),
         "gathered": None,
         "ws": None if kernel is None else (as_factor(kernel, config.dtype),),

@@ -199,7 +199,7 @@ class BasicOperation(Operation):
         return {}
 
     def split(self, params: Params) -> tuple[Params, ...]:
-        check_params(self.label, params)
+        check_params(self.label, params, takes_quantized=self.takes_quantized)
         return (params,)
 
     def claim(self, params: Params) -> None:
@@ -357,7 +357,7 @@ def check_operation(where: str, value: Any) -> None:
         )
 
 
-def read_operations(where: str, ops: Any) -> tuple[Operation, ...]:
+def read_operations(where: str, ops: Any) -> tuple[Any, ...]:
     """Returns several operations as a tuple, after checking their types."""
     try:
         entries = tuple(ops)
@@ -380,12 +380,10 @@ def init_parameter(
     return values
 
 
-def check_params(
-    label: str, params: Any, *, takes_quantized_kernel: bool = False
-) -> None:
+def check_params(label: str, params: Any, *, takes_quantized: bool) -> None:
     """Raises an error unless an operation's parameters are a dict of arrays by name.
 
-    With `takes_quantized_kernel`, "kernel" may be a `ScaledArray`.
+    The kernel of an operation that takes a quantized x may be a `ScaledArray`, too.
     """
     if not isinstance(params, Mapping):
         raise ShapeContractError(
@@ -401,7 +399,7 @@ def check_params(
             )
         if not is_scaled(array):
             checks.check_array(label, name, array)
-        elif name != "kernel" or not takes_quantized_kernel:
+        elif name != "kernel" or not takes_quantized:
             raise ShapeContractError(
                 f"{label}: {name} is a ub.ScaledArray, but only kernels of linears "
                 f"with fp8=recipe may be quantized. Pass {name}.source."

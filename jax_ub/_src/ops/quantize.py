@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -157,11 +157,11 @@ def _paths(ops: Sequence[BasicOperation], role: str) -> list[list[int]]:
     are gradients, which pass backward. The last operation may be a linear, which
     multiplies the tensor.
     """
-    order: Iterable[int] = range(len(ops))
     starts, takes = "forward_quantized", "takes_quantized"
+    order = range(len(ops))
     if role == OUTPUT_GRAD:
-        order = reversed(range(len(ops)))
         starts, takes = "backward_quantized", "takes_quantized_grad"
+        order = order[::-1]
     found: list[list[int]] = []
     is_quantized = False
     for i in order:

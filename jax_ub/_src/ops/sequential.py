@@ -194,10 +194,10 @@ class Sequential(Operation):
     def __getitem__(self, index: slice) -> "Sequential": ...
 
     def __getitem__(self, index):
-        if not isinstance(index, slice):
-            _check_index("Sequential", "index", index)
-        found = self._ops[index]
-        return Sequential(*found) if isinstance(index, slice) else found
+        if isinstance(index, slice):
+            return Sequential(*self._ops[index])
+        _check_index("Sequential", "index", index)
+        return self._ops[index]
 
     def __setitem__(self, index: int, op: Operation) -> None:
         _check_index("Sequential", "index", index)
