@@ -15,9 +15,7 @@ from jax_ub._src.ops.operation import (
     Params,
     RequestedGradients,
     Residuals,
-    init_each,
     read_operations,
-    split_each,
 )
 from jax_ub._src.scaled_array import dequantized
 
@@ -58,15 +56,6 @@ class FusedOperation(Operation):
     @property
     def entries(self) -> tuple[Any, ...]:
         return (self,)
-
-    def init(self, key: jax.Array) -> tuple[Any, ...]:
-        return init_each(self.basic_ops, key)
-
-    def specs(self) -> tuple[Any, ...]:
-        return tuple(op.specs() for op in self.basic_ops)
-
-    def split(self, params: Any) -> tuple[Params, ...]:
-        return split_each(type(self).__name__, self.basic_ops, params)
 
     def overrides(self, name: str) -> bool:
         """Returns whether the subclass overrides `name`, "forward" or "backward"."""

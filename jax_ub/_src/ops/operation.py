@@ -99,17 +99,28 @@ class Operation(arguments.KeywordsChecked):
         ]
         return f"{type(op).__name__}({', '.join(given)})"
 
+    @property
+    def parts(self) -> Sequence["Operation"]:
+        """Returns the operations that this one consists of, in order."""
+        return self.basic_ops
+
     def init(self, key: jax.Array) -> Any:
-        """Creates the parameters of the operation, as a pytree of global arrays."""
-        raise NotImplementedError
+        """Creates the parameters of the operation, as a pytree of global arrays.
+
+        Part i gets the key `jax.random.fold_in(key, i)`.
+        """
+        checks.check_key("init", "key", key)
+        return tuple(
+            op.init(jax.random.fold_in(key, i)) for i, op in enumerate(self.parts)
+        )
 
     def specs(self) -> Any:
         """Returns each parameter's `PartitionSpec`, in the tree structure of `init`."""
-        raise NotImplementedError
+        return tuple(op.specs() for op in self.parts)
 
     def split(self, params: Any) -> tuple[Params, ...]:
         """Splits `params` into a dict {name: array} for each basic operation."""
-        raise NotImplementedError
+        return split_each(type(self).__name__, self.parts, params)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -327,12 +338,6 @@ def check_channel_name(label: str, name: Any) -> None:
             f"{label}: {shown(name)} is not the name of a channel. Pass a string "
             "without spaces."
         )
-
-
-def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
-    """Creates the parameters of each operation from `fold_in(key, index)`."""
-    checks.check_key("init", "key", key)
-    return tuple(op.init(jax.random.fold_in(key, i)) for i, op in enumerate(ops))
 
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:

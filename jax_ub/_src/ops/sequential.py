@@ -15,9 +15,7 @@ from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
     check_operation,
-    init_each,
     read_operations,
-    split_each,
 )
 from jax_ub._src.scaled_array import is_scaled
 
@@ -112,6 +110,10 @@ class Sequential(Operation):
         return expand(self._ops)
 
     @property
+    def parts(self) -> list[Operation]:
+        return self._ops
+
+    @property
     def entries(self) -> tuple[Op, ...]:
         return tuple(entry for op in self._ops for entry in op.entries)
 
@@ -121,13 +123,7 @@ class Sequential(Operation):
         Args:
             key: PRNG key. Operation i gets `jax.random.fold_in(key, i)`.
         """
-        return init_each(self._ops, key)
-
-    def specs(self) -> tuple[Any, ...]:
-        return tuple(op.specs() for op in self)
-
-    def split(self, params):
-        return split_each("Sequential", self._ops, params)
+        return super().init(key)
 
     def append(self, op: Operation) -> "Sequential":
         """Adds an operation at the end and returns this Sequential."""
