@@ -332,17 +332,16 @@ class Collective(BasicOperation):
         checks.check_not_empty(self.label, "x", x)
 
 
-def _as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
+def _as_varying(call_config: CallConfig, x: Any) -> Any:
     """Casts x to vary over the collective's mesh axis, as `jax.lax.pcast` does."""
-    return vma.pcast_varying(x, call_config.axes(x))
+    return pcast_operands(x, call_config.axes(x))
 
 
 def _gathered(call_config: CallConfig, x: Any) -> Any:
     """All-gathers an array, or the values and scales of a quantized `ScaledArray`."""
-    if not is_scaled(x):
-        return all_gather(call_config.collective, _as_varying(call_config, x))
-    x = pcast_operands(x, call_config.axes(x))
-    y: Any = all_gather(call_config.collective, x)
+    y: Any = all_gather(call_config.collective, _as_varying(call_config, x))
+    if not is_scaled(y):
+        return y
     # `source` is the array that was quantized. Later operations read only its shape and
     # dtype, so zeros replace its values.
     source = vma.pcast_varying(

@@ -53,10 +53,6 @@ class FusedOperation(Operation):
             )
         object.__setattr__(self, "basic_ops", tuple(basic_ops))
 
-    @property
-    def entries(self) -> tuple[Any, ...]:
-        return (self,)
-
     def overrides(self, name: str) -> bool:
         """Returns whether the subclass overrides `name`, "forward" or "backward"."""
         return getattr(type(self), name) is not getattr(FusedOperation, name)
@@ -196,6 +192,15 @@ def fuse_windows(
 def expand(ops: Sequence[Operation]) -> tuple[BasicOperation, ...]:
     """Returns the basic operations of a list, including those in fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
+
+
+def without_composites(ops: Sequence[Operation]) -> list[Op]:
+    """Replaces composites, such as a `Linear`, by their operations."""
+    return [
+        entry
+        for op in ops
+        for entry in ([op] if isinstance(op, Op) else without_composites(op.parts))
+    ]
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:

@@ -25,7 +25,14 @@ from jax_ub._src.ops.fused import (
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,
 )
-from jax_ub._src.ops.fused_operation import FusedOperation, Fusion, Op, expand, windows
+from jax_ub._src.ops.fused_operation import (
+    FusedOperation,
+    Fusion,
+    Op,
+    expand,
+    windows,
+    without_composites,
+)
 from jax_ub._src.ops.group import ExtraTensorEdges, OperationGroup, run_group
 from jax_ub._src.ops.operation import (
     BasicOperation,
@@ -259,7 +266,7 @@ class OperationFuser(arguments.KeywordsChecked):
             UnknownNameError: if a channel has no producer.
         """
         self.ops = read_operations("OperationFuser", ops)
-        entries = [entry for op in self.ops for entry in op.entries]
+        entries = without_composites(self.ops)
         self._entries, self._passed_states = with_quantizers(entries)
         self.basic_ops = expand(self._entries)
         self.extra_edges = connect_channels(self.basic_ops)

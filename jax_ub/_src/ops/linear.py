@@ -204,11 +204,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns the parameter that gets the kernel's gradient.
-
-        With `accumulate_into_main_grad`, it is "main_grad", whose cotangent contains
-        the gradient, else "kernel".
-        """
+        """Returns the parameter whose cotangent contains the kernel's gradient."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:

@@ -80,15 +80,6 @@ class Operation(arguments.KeywordsChecked):
             """Returns the basic operations that this operation contains, in order."""
             raise NotImplementedError
 
-    @property
-    def entries(self) -> tuple[Any, ...]:
-        """Returns the operations that `OperationFuser` runs or fuses, in order.
-
-        They are the basic operations that this one consists of, and fused operations
-        that the caller constructed.
-        """
-        return self.basic_ops
-
     def __repr__(self) -> str:
         """Returns the constructor call as text, without arguments equal to defaults."""
         op: Any = self

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.fp8 import state as fp8_state
-from jax_ub._src.ops.fused_operation import Op, expand
+from jax_ub._src.ops.fused_operation import expand
 from jax_ub._src.ops.fuser import OperationFuser
 from jax_ub._src.ops.operation import (
     BasicOperation,
@@ -112,10 +112,6 @@ class Sequential(Operation):
     @property
     def parts(self) -> list[Operation]:
         return self._ops
-
-    @property
-    def entries(self) -> tuple[Op, ...]:
-        return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
         """Creates the parameters: for each operation, a dict of global arrays by name.
