@@ -317,6 +317,10 @@ class Collective(BasicOperation):
     """Base class of operations that only run a collective over `axis_name`.
 
     Such operations have no parameters and no residuals.
+
+    Attributes:
+        axis_name: the mesh axis of the P ranks.
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """
 
     axis_name: str = "tp"
@@ -356,12 +360,7 @@ class AllGather(Collective):
 
     The backward is a reduce-scatter.
 
-    Transformer Engine: `te.ops.AllGather`, which gathers along the first dimension. No
-    parameters, no residuals.
-
-    Attributes:
-        axis_name: the mesh axis to gather over.
-        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
+    Transformer Engine: `te.ops.AllGather`, which gathers along the first dimension.
     """
 
     takes_quantized = True
@@ -384,11 +383,7 @@ class ReduceScatter(Collective):
     tokens. The backward is an all-gather.
 
     Transformer Engine: `te.ops.ReduceScatter`, which scatters along the first
-    dimension. No parameters, no residuals.
-
-    Attributes:
-        axis_name: the mesh axis to sum over.
-        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
+    dimension.
     """
 
     takes_quantized_grad = True
@@ -418,12 +413,10 @@ class AllReduce(Collective):
     | True | sum: y has a varying type, so dy is partial | sum |
 
     Transformer Engine: `te.ops.AllReduce`. Its backward is always the identity; its
-    `reduce_in_backward` has no effect. No parameters, no residuals.
+    `reduce_in_backward` has no effect.
 
     Attributes:
-        axis_name: the mesh axis to sum over.
         reduce_in_backward: whether the backward sums dy over the ranks; see the table.
-        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """  # noqa: E501, a table
 
     _: dataclasses.KW_ONLY

@@ -59,8 +59,8 @@ def _in_place_mismatch(name, op, wanted):
 class _LinearPattern(FusedPattern):
     """Base class of fused operations with a linear, which a collective may overlap.
 
-    If a collective overlaps the GEMM of the linear, the field `linear` is an
-    `_overlapped`. `basic_ops` has the operations that this one replaces.
+    If a collective overlaps the GEMM of the linear, the field `linear` is a
+    `UserbuffersLinear`. `basic_ops` has the operations that this one replaces.
     """
 
     _overlapped: ClassVar[type[UserbuffersLinear] | None] = None

@@ -64,7 +64,13 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedPattern):
-    """Base class of linears whose GEMM overlaps an all-gather or reduce-scatter."""
+    """Base class of linears whose GEMM overlaps an all-gather or reduce-scatter.
+
+    Attributes:
+        linear: the linear, with `userbuffers_options`.
+        bias: the bias after a linear whose mode is "column" or None.
+        reduce_scatter: the reduce-scatter after a linear whose mode is None.
+    """
 
     linear: BasicLinear = pattern_field(BasicLinear)
     bias: Bias | None = pattern_field(Bias, is_optional=True)
@@ -185,11 +191,6 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
     that adds the bias.
 
     Transformer Engine: `UserbuffersForwardLinear`.
-
-    Attributes:
-        linear: the linear, with `userbuffers_options`.
-        bias: the bias after a linear whose mode is "column" or None.
-        reduce_scatter: the reduce-scatter after a linear whose mode is None.
     """
 
     @staticmethod

@@ -42,8 +42,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
     no GEMM to overlap the scatter with, so the dgrad GEMM runs as GEMM+RS. If only the
     kernel needs a gradient, no dgrad GEMM runs.
 
-    Transformer Engine: `UserbuffersBackwardLinear`. The attributes are those of
-    `UserbuffersForwardLinear`.
+    Transformer Engine: `UserbuffersBackwardLinear`.
     """
 
     @staticmethod
