@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pkgutil
+import typing
 
 import pytest
 
@@ -31,6 +32,8 @@ def call_of(cls):
     call = object.__new__(cls)
     for field in dataclasses.fields(cls):
         value = None if field.name == "gather" else 1
+        if field.name == "gemm":
+            value = call_of(typing.get_type_hints(cls)["gemm"])
         object.__setattr__(call, field.name, value)
     return call
 

@@ -31,7 +31,9 @@ from jax_ub._src.primitives.mesh import (
     hidden_axis_error,
     refuse_hidden_axes,
 )
+from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.runtime.tuned_file import TunedKey, TunedTable
+from jax_ub._src.scaled_array import values_of
 
 _TARGET = "jax_ub$"
 
@@ -109,8 +111,8 @@ class Call:
     execution: Execution
     # Number of FP8 scale arrays. If an operand of the GEMMs is FP8, the scales of all
     # GEMM operands follow the other operands of the primitive, in the same order.
-    # Otherwise it is 0. Of the methods of this class, only `split` and `plain` take the
-    # scales as operands.
+    # Otherwise it is 0. `__call__` sets it. Of the methods of this class, only `split`
+    # and `plain` take the scales as operands.
     num_scales: int = 0
     # Whether each row, column or block has a separate scale. Otherwise a tensor has one
     # scale, an array of shape [1] that is equal on all ranks that share the tensor.
@@ -169,6 +171,10 @@ class Call:
         """
         raise NotImplementedError
 
+    def scales(self, operands: Sequence[Operand]) -> tuple[jax.Array, ...]:
+        """Returns the FP8 scales of the GEMM operands, or () if none of them is FP8."""
+        return ()
+
     def gathered_scales(self, scales: Sequence) -> Sequence:
         """Returns the FP8 scales that the call all-gathers together with an array.
 
@@ -187,9 +193,7 @@ class Call:
         others, scales = self.split(operands)
         return self.reference(*others, scales=scales)
 
-    def on_one_rank(
-        self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
-    ) -> Sequence[jax.Array]:
+    def on_one_rank(self, *operands: Operand) -> Sequence[jax.Array]:
         """Computes the results on a single rank, without communication."""
         raise NotImplementedError
 
@@ -259,9 +263,7 @@ class Call:
         _, M, K, N = self.global_sizes(operands)
         return TunedKey(op, self.num_ranks, M, K, N, str(operands[0].dtype))
 
-    def __call__(
-        self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
-    ) -> tuple[jax.Array, ...]:
+    def __call__(self, *operands: Operand) -> tuple[jax.Array, ...]:
         """Binds the primitive of the op, or computes plain JAX if the method is "xla".
 
         With one rank, runs only the GEMMs: there is nothing to communicate.
@@ -269,30 +271,36 @@ class Call:
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
         """
-        axes = vma.axes_of(*operands, *scales)
+        scales = self.scales(operands)
+        axes = vma.axes_of(*map(values_of, operands), *scales)
         shared = axes - frozenset(self.axis_name)
-        scales = vma.pcast_varying(tuple(scales), axes)
         operands = tuple(
             vma.pcast_varying(x, shared if self.is_replicated(i) else axes)
             for i, x in enumerate(operands)
         )
+        has_row_scales = any(scale.ndim > 1 for scale in scales)
+        scaled = dataclasses.replace(
+            self, num_scales=len(scales), has_row_scales=has_row_scales
+        )
         if self.axis_name and self.num_ranks == 1 and self.method is not Method.XLA:
-            results = self.on_one_rank(*operands, scales=scales)
+            results = scaled.on_one_rank(*operands)
             if self.replicates:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
-        call = self._tuned(operands)
+        scales = vma.pcast_varying(scales, axes)
+        arrays = tuple(map(values_of, operands))
+        call = scaled._tuned(arrays)
         # Method "xla" computes plain JAX without the primitive. If a tuned file chooses
         # JAX's Pallas kernel, "xla" is only the fallback: the lowering rule of the
         # primitive decides whether the kernel can run.
         if call.method is Method.XLA and call.choice.pallas is None:
             if self.axis_name and not self.execution.is_mapped:
-                operands = tuple(
-                    refuse_hidden_axes(self.label, self.axis_name, x) for x in operands
+                arrays = tuple(
+                    refuse_hidden_axes(self.label, self.axis_name, x) for x in arrays
                 )
-            with call.named_as_plain(is_tuned=call is not self):
-                return tuple(call.reference(*operands, scales=scales))
-        return tuple(call.primitive.bind(*operands, *scales, call=call))
+            with call.named_as_plain(is_tuned=call is not scaled):
+                return tuple(call.reference(*arrays, scales=scales))
+        return tuple(call.primitive.bind(*arrays, *scales, call=call))
 
     def named_as_plain(self, *, is_tuned: bool) -> AbstractContextManager[Any]:
         """Adds a name scope that states why the call runs as plain `jax.lax`.

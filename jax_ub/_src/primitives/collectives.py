@@ -10,17 +10,9 @@ from jax import lax
 from jax_ub._src import reference
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import mesh, vma
-from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
-from jax_ub._src.primitives.matmuls import matmul, wgrad
-from jax_ub._src.primitives.scales import (
-    Operand,
-    packed,
-    scale_fields,
-    scales_of,
-    unpacked,
-    with_scales,
-)
-from jax_ub._src.scaled_array import values_of
+from jax_ub._src.primitives.call import Call, Execution, num_features
+from jax_ub._src.primitives.matmuls import Matmul, Wgrad
+from jax_ub._src.primitives.scales import Operand, packed, unpacked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +32,7 @@ class AllGather(Call):
         *rows, width = self.gathered_shape(x.shape)
         return (*rows, width - self.num_scale_features)
 
-    def on_one_rank(self, x, *, scales=()):
+    def on_one_rank(self, x):
         return [x]
 
     def reference(self, x, *, scales=()):
@@ -107,7 +99,7 @@ class ReduceScatter(Call):
     def communicated(self, x):
         return x.shape
 
-    def on_one_rank(self, x, *, scales=()):
+    def on_one_rank(self, x):
         return [x.astype(self.out_dtype)]
 
     def reference(self, x, *, scales=()):
@@ -141,7 +133,7 @@ class AllReduce(Call):
     def communicated(self, x, *addends):
         return x.shape
 
-    def on_one_rank(self, x, *addends, scales=()):
+    def on_one_rank(self, x, *addends):
         partial = x.astype(reference.sum_dtype(x.dtype))
         return [reference.add(partial, *addends, out_dtype=x.dtype)]
 
@@ -179,7 +171,52 @@ def all_reduce(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BulkAllGather(Call):
+class Bulk(Call):
+    """Base class of a collective that is concurrent with independent local GEMMs.
+
+    Operands: those of `gemm`, then the array of `collective`. Results: likewise.
+    """
+
+    gemm: Matmul | Wgrad
+    collective: AllGather | ReduceScatter
+
+    def scales(self, operands):
+        return self.gemm.scales(operands)
+
+    def shapes(self, *operands):
+        *factors, x = operands
+        return self.gemm.shapes(*factors) + self.collective.shapes(x)
+
+    def communicated(self, *operands):
+        return self.collective.communicated(operands[-1])
+
+    def gathered_dtype(self, *operands):
+        return self.collective.gathered_dtype(operands[-1])
+
+    def reference(self, *operands, scales=()):
+        *factors, x = operands
+        results = self.gemm.reference(*factors, scales=scales)
+        return [*results, *self.collective.reference(x)]
+
+    def on_one_rank(self, *operands):
+        *factors, x = operands
+        return [*self.gemm(*factors), *self.collective.on_one_rank(x)]
+
+    def aliases(self, operands):
+        return self.gemm.aliases(operands[:-1])
+
+    def global_sizes(self, operands):
+        op, rows, width, _ = super().global_sizes(operands)
+        features = num_features(operands[self.dys])
+        return op, rows, width, self.num_ranks * features
+
+    @property
+    def dys(self) -> slice:
+        """Returns the indices of the operands that are gradients of the layer."""
+        raise NotImplementedError
+
+
+class BulkAllGather(Bulk):
     """Computes dx = sum_i dy_i w_i^T and concurrently all-gathers another array.
 
     Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
@@ -187,50 +224,18 @@ class BulkAllGather(Call):
     """
 
     target = "jax_ub$bulk_all_gather"
-    option_names = ("num_pairs",)
+    gemm: Matmul
 
-    num_pairs: int
-    partial_dtype: np.dtype
-    num_scale_features: int = 0  # of the shard, see `packed`
+    @property
+    def dys(self):
+        return slice(self.gemm.num_pairs)
 
-    def shapes(self, dy, *others):
-        w, shard = others[-2], others[-1]
-        dx = (*dy.shape[:-1], w.shape[0])
-        gathered = self.gathered_shape(shard.shape)
-        return [(dx, self.partial_dtype), (gathered, shard.dtype)]
-
-    def communicated(self, *operands):
-        *rows, width = self.gathered_shape(operands[-1].shape)
-        return (*rows, width - self.num_scale_features)
-
-    def gathered_dtype(self, *operands):
-        return operands[-1].dtype
-
-    def reference(self, *operands, scales=()):
-        n = self.num_pairs
-        xs, ws = operands[:n], operands[n : 2 * n]
-        dx = reference.dots(xs, ws, rhs_transposed=True, scales=scales)
-        dx = dx.astype(self.partial_dtype)
-        return [dx, reference.all_gather(operands[-1], self.axis_name)]
-
-    def on_one_rank(self, *operands, scales=()):
-        n = self.num_pairs
-        dx = matmul(
-            self.execution.on_one_rank,
-            with_scales(operands[:n], scales[:n]),
-            with_scales(operands[n : 2 * n], scales[n:]),
-            rhs_transposed=True,
-            out_dtype=self.partial_dtype,
-        )
-        return [dx, operands[-1]]
+    def options(self):
+        return {**super().options(), "num_pairs": self.gemm.num_pairs}
 
     def is_activation(self, index):
-        return index < self.num_pairs or index == 2 * self.num_pairs
-
-    def global_sizes(self, operands):
-        op, rows, width, _ = super().global_sizes(operands)
-        dys = operands[: self.num_pairs]
-        return op, rows, width, self.num_ranks * num_features(dys)
+        is_shard = index == 2 * self.gemm.num_pairs
+        return is_shard or self.gemm.is_activation(index)
 
 
 def bulk_all_gather(
@@ -253,75 +258,44 @@ def bulk_all_gather(
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
     """
-    scales = scales_of(dys, ws)
     rows, num_scale_features = packed(shard)
     call = BulkAllGather(
         execution=execution,
-        **scale_fields(scales),
-        num_pairs=len(dys),
-        partial_dtype=np.dtype(partial_dtype),
-        num_scale_features=num_scale_features,
+        gemm=Matmul(
+            execution=execution.on_one_rank,
+            num_pairs=len(dys),
+            rhs_transposed=True,
+            out_dtype=np.dtype(partial_dtype),
+        ),
+        collective=AllGather(
+            execution=execution, num_scale_features=num_scale_features
+        ),
     )
-    dx, gathered = call(*map(values_of, (*dys, *ws)), rows, scales=scales)
+    dx, gathered = call(*dys, *ws, rows)
     return dx, unpacked(shard, gathered)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BulkReduceScatter(Call):
+class BulkReduceScatter(Bulk):
     """Computes dw_i = main_grad_i + x^T dy_i and concurrently reduce-scatters an array.
 
-    Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
-    summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.
+    Operands: x, all dy_i, all main_grad_i if there are any, then this rank's summand of
+    the other tensor. Results: all dw_i, then this rank's rows of the sum.
     """
 
     target = "jax_ub$bulk_reduce_scatter"
     contracts_rows = True
-    option_names = ("num_outputs", "accumulate")
+    gemm: Wgrad
 
-    num_outputs: int
-    accumulate: bool
-    dw_dtype: np.dtype
-    scattered_dtype: np.dtype
+    @property
+    def dys(self):
+        return slice(1, 1 + self.gemm.num_outputs)
 
-    def shapes(self, x, *others):
-        dys, partial = others[: self.num_outputs], others[-1]
-        dws = [((x.shape[-1], dy.shape[-1]), self.dw_dtype) for dy in dys]
-        return [*dws, (self.scattered_shape(partial.shape), self.scattered_dtype)]
-
-    def communicated(self, *operands):
-        return operands[-1].shape
-
-    def reference(self, x, *others, scales=()):
-        n = self.num_outputs
-        dys, main_grads, partial = others[:n], others[n:-1], others[-1]
-        dws = []
-        for i, dy in enumerate(dys):
-            dw = reference.outer(x, dy, (*scales[:1], *scales[1 + i : 2 + i]))
-            dws.append(
-                reference.add(dw, *main_grads[i : i + 1], out_dtype=self.dw_dtype)
-            )
-        scattered = reference.reduce_scatter(partial, self.axis_name)
-        return [*dws, scattered.astype(self.scattered_dtype)]
-
-    def on_one_rank(self, x, *others, scales=()):
-        n = self.num_outputs
-        x, *dys = with_scales((x, *others[:n]), scales)
-        dws = wgrad(
-            self.execution.on_one_rank,
-            x,
-            tuple(dys),
-            others[n:-1] or None,
-            out_dtype=self.dw_dtype,
-        )
-        return [*dws, others[-1].astype(self.scattered_dtype)]
-
-    def aliases(self, operands):
-        return overwritten(operands[:-1], 1 + self.num_outputs, self.dw_dtype)
-
-    def global_sizes(self, operands):
-        op, rows, width, _ = super().global_sizes(operands)
-        dys = operands[1 : 1 + self.num_outputs]
-        return op, rows, width, self.num_ranks * num_features(dys)
+    def options(self):
+        return {
+            **super().options(),
+            "num_outputs": self.gemm.num_outputs,
+            "accumulate": self.gemm.accumulate,
+        }
 
 
 def bulk_reduce_scatter(
@@ -349,15 +323,17 @@ def bulk_reduce_scatter(
         The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
         `[..., m, H]`.
     """
-    scales = scales_of((x, *dys))
     call = BulkReduceScatter(
         execution=execution,
-        **scale_fields(scales),
-        num_outputs=len(dys),
-        accumulate=main_grads is not None,
-        dw_dtype=np.dtype(dw_dtype),
-        scattered_dtype=np.dtype(scattered_dtype),
+        gemm=Wgrad(
+            execution=execution.on_one_rank,
+            num_outputs=len(dys),
+            accumulate=main_grads is not None,
+            out_dtype=np.dtype(dw_dtype),
+        ),
+        collective=ReduceScatter(
+            execution=execution, out_dtype=np.dtype(scattered_dtype)
+        ),
     )
-    operands = (*map(values_of, (x, *dys)), *(main_grads or ()), partial)
-    *dws, scattered = call(*operands, scales=scales)
+    *dws, scattered = call(x, *dys, *(main_grads or ()), partial)
     return tuple(dws), scattered

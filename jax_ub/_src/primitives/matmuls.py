@@ -14,13 +14,7 @@ from jax_ub._src.primitives.call import (
     overwritten,
     rows_and_features,
 )
-from jax_ub._src.primitives.scales import (
-    Operand,
-    gathered_like,
-    scale_fields,
-    scales_of,
-    with_scales,
-)
+from jax_ub._src.primitives.scales import Operand, gathered_like, scales_of
 from jax_ub._src.scaled_array import values_of
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
@@ -39,14 +33,18 @@ class SummedMatmul(Call):
 
     num_pairs: int
     rhs_transposed: bool
-    has_bias: bool
-    has_residual: bool
-    scale: float
+    has_bias: bool = False
+    has_residual: bool = False
+    scale: float = 1.0
     out_dtype: np.dtype
 
     @property
     def kernels(self):
         return range(self.num_pairs, 2 * self.num_pairs)
+
+    def scales(self, operands):
+        n = self.num_pairs
+        return scales_of(operands[:n], operands[n : 2 * n])
 
     def reduce(self, partial: jax.Array) -> jax.Array:
         """Reduces the f32 product over the ranks. The base class does not reduce."""
@@ -68,9 +66,9 @@ class SummedMatmul(Call):
         y = reference.scaled(self.reduce(partial), self.scale)
         return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
-    def on_one_rank(self, *operands, scales=()):
+    def on_one_rank(self, *operands):
         fields = {**vars(self), "execution": self.execution.on_one_rank}
-        return Matmul(**fields)(*operands, scales=scales)
+        return Matmul(**fields)(*operands)
 
     def is_activation(self, index):
         residual = 2 * self.num_pairs + self.has_bias
@@ -163,10 +161,8 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
         scale: factor of the sum, applied before bias and residual are added.
         out_dtype: dtype of the result.
     """
-    scales = scales_of(xs, ws)
     call = kind(
         execution=execution,
-        **scale_fields(scales),
         num_pairs=len(xs),
         rhs_transposed=rhs_transposed,
         has_bias=bias is not None,
@@ -175,7 +171,7 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
         out_dtype=np.dtype(out_dtype),
     )
     addends = [addend for addend in (bias, residual) if addend is not None]
-    return call(*map(values_of, (*xs, *ws)), *addends, scales=scales)[0]
+    return call(*xs, *ws, *addends)[0]
 
 
 matmul = functools.partial(_summed_matmul, Matmul)
@@ -214,6 +210,22 @@ class AllGatherMatmul(Call):
     def kernels(self):
         return range(1, 1 + self.num_kernels)
 
+    @property
+    def _gemm(self):
+        """Returns the call that multiplies the gathered x by one of the kernels."""
+        return Matmul(
+            execution=self.execution.on_one_rank,
+            num_pairs=1,
+            rhs_transposed=self.rhs_transposed,
+            has_bias=self.has_bias,
+            has_residual=self.has_residual,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+        )
+
+    def scales(self, operands):
+        return scales_of(operands[:1], operands[1 : 1 + self.num_kernels])
+
     def shapes(self, x, *others):
         gathered = self.communicated(x)
         results = [((*gathered[:-1], n), self.out_dtype) for n in self._columns(others)]
@@ -236,35 +248,19 @@ class AllGatherMatmul(Call):
         if self.has_row_scales:
             scales = (reference.all_gather(scales[0], self.axis_name), *scales[1:])
         ys = []
-        for i, w in enumerate(kernels[:n]):
+        for i in range(n):
             pair = (*scales[:1], *scales[1 + i : 2 + i])
-            y = reference.dot(
-                gathered, w, rhs_transposed=self.rhs_transposed, scales=pair
-            )
-            y = reference.scaled(y, self.scale)
-            ys.append(reference.add(y, *kernels[n + i :: n], out_dtype=self.out_dtype))
+            ys += self._gemm.reference(gathered, *kernels[i::n], scales=pair)
         if not self.return_gathered:
             return ys
         return [*ys, gathered, *self.gathered_scales(scales)]
 
-    def on_one_rank(self, x, *kernels, scales=()):
+    def on_one_rank(self, x, *kernels):
         n = self.num_kernels
-        rows, *ws = with_scales((x, *kernels[:n]), scales)
-        ys = []
-        for i, w in enumerate(ws):
-            addends = iter(kernels[n + i :: n])
-            y = matmul(
-                self.execution.on_one_rank,
-                (rows,),
-                (w,),
-                next(addends) if self.has_bias else None,
-                next(addends) if self.has_residual else None,
-                rhs_transposed=self.rhs_transposed,
-                scale=self.scale,
-                out_dtype=self.out_dtype,
-            )
-            ys.append(y)
-        return [*ys, x, *self.gathered_scales(scales)] if self.return_gathered else ys
+        ys = [y for i in range(n) for y in self._gemm(x, *kernels[i::n])]
+        if not self.return_gathered:
+            return ys
+        return [*ys, values_of(x), *self.gathered_scales(self.scales((x, *kernels)))]
 
     def aliases(self, operands):
         if not self.has_residual:
@@ -310,10 +306,8 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Returns:
         The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.
     """
-    scales = scales_of((x,), ws)
     call = AllGatherMatmul(
         execution=execution,
-        **scale_fields(scales),
         num_kernels=len(ws),
         rhs_transposed=rhs_transposed,
         has_bias=biases is not None,
@@ -322,8 +316,7 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
         scale=float(scale),
         out_dtype=np.dtype(out_dtype),
     )
-    addends = (*(biases or ()), *(residuals or ()))
-    results = call(*map(values_of, (x, *ws)), *addends, scales=scales)
+    results = call(x, *ws, *(biases or ()), *(residuals or ()))
     gathered = gathered_like(x, *results[len(ws) :]) if return_gathered else None
     return results[: len(ws)], gathered
 
@@ -343,9 +336,12 @@ class Wgrad(Call):
 
     num_outputs: int
     accumulate: bool
-    gather: str | None
-    scale: float
+    gather: str | None = None
+    scale: float = 1.0
     out_dtype: np.dtype
+
+    def scales(self, operands):
+        return scales_of(operands[: 1 + self.num_outputs])
 
     def shapes(self, x, *others):
         dys = others[: self.num_outputs]
@@ -382,10 +378,9 @@ class Wgrad(Call):
             )
         return dws
 
-    def on_one_rank(self, *operands, scales=()):
+    def on_one_rank(self, *operands):
         execution = self.execution.on_one_rank
-        call = dataclasses.replace(self, execution=execution, gather=None)
-        return call(*operands, scales=scales)
+        return dataclasses.replace(self, execution=execution, gather=None)(*operands)
 
     def options(self):
         return {**super().options(), "gather": _GATHER[self.gather]}
@@ -437,14 +432,12 @@ def wgrad(
     Returns:
         The kernels' gradients, `[K, N_i]` each.
     """
-    scales = scales_of((x, *dys))
     call = Wgrad(
         execution=execution,
-        **scale_fields(scales),
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         gather=gather,
         scale=float(scale),
         out_dtype=np.dtype(out_dtype),
     )
-    return call(*map(values_of, (x, *dys)), *(main_grads or ()), scales=scales)
+    return call(x, *dys, *(main_grads or ()))

@@ -1,12 +1,10 @@
 """The scales of FP8 operands, as the primitives take them and gather them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ub._src import dtypes
 from jax_ub._src.primitives import vma
 from jax_ub._src.scaled_array import ScaledArray, values_of
 
@@ -40,29 +38,6 @@ def scales_of(
 
 def _repeated(scales, shape):
     return scales if scales.ndim else jnp.full(shape, scales)
-
-
-def scale_fields(scales: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns the `Call` fields `num_scales` and `has_row_scales` for FP8 scales."""
-    has_row_scales = any(scale.ndim > 1 for scale in scales)
-    return {"num_scales": len(scales), "has_row_scales": has_row_scales}
-
-
-def with_scales(
-    operands: Sequence[jax.Array], scales: Sequence[jax.Array]
-) -> tuple[Operand, ...]:
-    """Combines FP8 values with their scales into `ScaledArray`s.
-
-    It is the inverse of `scales_of`: the scale of a wide operand, 1, is left out.
-    """
-    if not scales:
-        return tuple(operands)
-    return tuple(
-        ScaledArray(x, scale.reshape(()) if scale.ndim == 1 else scale)
-        if x.dtype in dtypes.FP8
-        else x
-        for x, scale in zip(operands, scales, strict=True)
-    )
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
