@@ -70,7 +70,8 @@ def test_settings_are_passed_to_the_engine(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", "7")
     monkeypatch.setattr(cuda_engine, "library_paths", lambda: ["/nvidia"])
     cuda_engine.load()
-    assert built == {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
+    expected = {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
+    assert built == {**expected, "set_nvls": False}
 
 
 def test_multicast_is_enabled_by_its_variable(monkeypatch, built):

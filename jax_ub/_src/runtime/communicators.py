@@ -324,7 +324,7 @@ def finish_launches(kept: Collection[Key]) -> None:
     """
     closing = [one for key, one in _CONNECTIONS.items() if key not in kept]
     clients = {one.client for one in closing if one.may_be_in_use} - {None}
-    end_s = time.monotonic() + settings.deadline_s()
+    end_s = time.monotonic() + settings.timeout_s()
     try:
         last = [
             result

@@ -204,7 +204,7 @@ class ConnectionAttempt:
         # A process waits for two timeouts: a peer may wait one timeout for a connection
         # that has failed here, and only then send its outcome. After an error, a
         # process waits only briefly, because its error reaches running peers sooner.
-        timeout_s = 2 * settings.deadline_s()
+        timeout_s = 2 * settings.timeout_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
         outcomes = _gather(all_gather, outcome, error, timeout_s)

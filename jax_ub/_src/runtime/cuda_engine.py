@@ -48,11 +48,8 @@ def load() -> types.ModuleType:
     )
     cuda = cpu_engine.load_module("jax_ub._cuda", text, lambda: _BUILD)
     cuda.set_library_paths(library_paths())
-    timeout_s = settings.timeout_s()
-    if timeout_s is not None:
-        cuda.set_timeout_s(timeout_s)
-    if settings.nvls():
-        cuda.set_nvls(True)
+    cuda.set_timeout_s(settings.timeout_s())
+    cuda.set_nvls(settings.nvls())
     return cuda
 
 

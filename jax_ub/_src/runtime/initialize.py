@@ -231,7 +231,7 @@ class _Attempt:
             join_job(self._backend)
             self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
             check_backend(self._backend)
-            self._timeout_s = settings.deadline_s()
+            self._timeout_s = settings.timeout_s()
             settings.check()
             methods.resolve("initialize_ub", None, settings.method())
             check_axis_name("initialize_ub", axis_name)

@@ -28,12 +28,12 @@ def method() -> str | None:
     return os.environ.get("JAX_UB_METHOD") or None
 
 
-def timeout_s() -> float | None:
-    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for peers; None if unset.
+def timeout_s() -> float:
+    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for peers, 120 by default.
 
-    The default is 120 s.
+    `initialize_ub` waits as long for a process.
     """
-    return _timeout_s("JAX_UB_TIMEOUT_S")
+    return _timeout_s("JAX_UB_TIMEOUT_S") or DEFAULT_TIMEOUT_S
 
 
 def first_call_timeout_s() -> float | None:
@@ -44,14 +44,6 @@ def first_call_timeout_s() -> float | None:
     is longer.
     """
     return _timeout_s("JAX_UB_FIRST_CALL_TIMEOUT_S")
-
-
-def deadline_s() -> float:
-    """Returns how many seconds `initialize_ub` waits for peers, 120 by default.
-
-    `JAX_UB_TIMEOUT_S` sets it.
-    """
-    return timeout_s() or DEFAULT_TIMEOUT_S
 
 
 def num_threads() -> int | None:

@@ -77,7 +77,7 @@ class TransportSetup:
             "process": own,
             "addresses": {process: info["address"] for process, info in peers.items()},
             "tokens": {process: info["token"] for process, info in peers.items()},
-            "timeout_s": settings.deadline_s(),
+            "timeout_s": settings.timeout_s(),
         }
 
 
