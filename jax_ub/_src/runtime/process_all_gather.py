@@ -83,12 +83,13 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
+        # The message that reports a failure, once one has been found or received.
+        self._failure: dict[str, Any] = {}
         # Only for the coordinator, keyed by process: `_numbers` has the random number
         # of the process's attempt, `_answers` the answers that were sent to the
-        # process, one per round. `_failure` is the answer that reports a failure.
+        # process, one per round.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
-        self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
         # Only for members (all processes except for the coordinator): the random number
         # of the coordinator's attempt, which messages to the coordinator contain.
@@ -96,44 +97,44 @@ class ProcessAllGather:
         # Only for members: whether the coordinator has answered. A different number of
         # the coordinator then belongs to another attempt, and is ignored.
         self._is_confirmed = False
-        self._has_sent_failure = False  # to all processes seen so far
 
     def __enter__(self) -> "ProcessAllGather":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         """Deletes this process's messages; sends an error to the other processes."""
-        failure = {}
-        if error is not None and not self._has_sent_failure:
-            failure = self._describe(error)
+        is_new = error is not None and not self._failure
+        if is_new:
+            self._failure = self._describe(error)
         if self._process == self._coordinator:
             if error is not None:
-                self._send_to_members(failure, error)
+                self._send_to_members(error)
             self.has_ended = True
             self._store.erase("coordinator")
             return
-        is_interrupted = bool(failure) and not isinstance(error, Exception)
+        is_interrupted = is_new and not isinstance(error, Exception)
         if is_interrupted and not self._coordinator_number:
             self._wait_for_coordinator()
         self.has_ended = True
-        if failure and self._coordinator_number:
-            self._write_own(failure)
+        if is_new and self._coordinator_number:
+            self._write_own(self._failure)
         else:
             self._store.erase(str(self._process))
         self._store.erase(f"answer.{self._number}")
 
-    def _send_to_members(self, failure, error):
-        """Sends the coordinator's failure to all other processes, including late ones.
+    def _send_to_members(self, error):
+        """Sends the failure to all other processes, including late ones.
 
         Waits up to `NOTIFY_S` for processes that have not arrived yet.
         """
-        known = set() if failure else set(self._numbers)
+        known = set(self._numbers)
+        self._answer(self._failure, known)
         end_s = time.monotonic() + NOTIFY_S
         if not isinstance(error, TimeoutError):
             self._announce(self._others)
             while not self._has_seen_all() and time.monotonic() < end_s:
                 time.sleep(_LONGEST_PAUSE_S)
-        self._answer(failure or self._failure, set(self._numbers) - known)
+        self._answer(self._failure, set(self._numbers) - known)
 
     def _has_seen_all(self):
         for other in self._others:
@@ -228,8 +229,6 @@ class ProcessAllGather:
 
     def _fail(self, text, kind=CommunicatorError):
         self._failure = {"failed": text, "is_timeout": kind is TimeoutError}
-        self._answer(self._failure, self._numbers)
-        self._has_sent_failure = True
         raise kind(text)
 
     def _answer(self, answer, others):
@@ -266,7 +265,7 @@ class ProcessAllGather:
         self._is_confirmed = True
         answer = answers[-1]
         if "failed" in answer:
-            self._has_sent_failure = True
+            self._failure = answer
             raise _kind_of(answer)(answer["failed"])
         return {int(process): value for process, value in answer["values"]}
 
