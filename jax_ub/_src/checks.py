@@ -104,11 +104,7 @@ def option_check(
 ) -> Callable[[str, str, Any], None]:
     """Returns a function that checks an option's value and raises `error` if invalid.
 
-    Args:
-        is_valid: returns whether a value is accepted.
-        expected: what a value must be, for the error.
-        fix: what to do, for the error.
-        error: the class of the error.
+    The error says that the value is not `expected`, and what to do: `fix`.
     """
 
     def check(op: str, name: str, value: Any) -> None:

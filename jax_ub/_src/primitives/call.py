@@ -402,22 +402,12 @@ def _batch(axis_data, operands, dims, *, call):
             )
         )
     else:
-        results = _loop(bind, operands, dims)
+        slices = {i: jnp.moveaxis(operands[i], dims[i], 0) for i in mapped}
+        results = lax.map(
+            lambda each: bind(*(each.get(i, x) for i, x in enumerate(operands))),
+            slices,
+        )
     return results, [0] * len(results)
-
-
-def _loop(function, operands, dims):
-    """Calls `function` for each index of the axis that `jax.vmap` maps, in order."""
-    mapped = {
-        i: jnp.moveaxis(operands[i], dim, 0)
-        for i, dim in enumerate(dims)
-        if dim is not None
-    }
-
-    def run(slices):
-        return function(*(slices.get(i, x) for i, x in enumerate(operands)))
-
-    return lax.map(run, mapped)
 
 
 def _refuse_jvp(operands, tangents, *, call):

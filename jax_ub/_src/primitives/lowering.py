@@ -261,28 +261,22 @@ def _attributes(ctx, call: Call, ranks: Ranks, method: Method, variant: Variant)
         name: (np.float32 if isinstance(value, float) else np.int64)(value)
         for name, value in call.options().items()
     }
-    return {
+    attributes = {
         "method": np.int64(method.code),
         "num_ranks": np.int64(call.num_ranks),
         "num_splits": np.int64(call.choice.num_splits),
         "variant": np.int64(variant.code),
-        "ranks": ranks.table,
+        "ranks": np.array(ranks.table, np.int64),
         "label": call.label,
         **options,
-        **_partition_attribute(ctx, ranks),
         "channel": _channel(ctx, ranks),
     }
-
-
-def _partition_attribute(ctx, ranks):
-    """Returns the attribute "devices": ids of the mesh's devices, by partition id.
-
-    Only exported programs and abstract meshes have this attribute.
-    """
+    # Only programs that are exported, or lowered for an abstract mesh, have the ids of
+    # the mesh's devices by partition id.
     for_export = ctx.module_context.lowering_parameters.for_export
-    if not ranks.ids or not (for_export or ranks.are_partitions):
-        return {}
-    return {"devices": np.array(ranks.ids, np.int64)}
+    if ranks.ids and (for_export or not ranks.devices):
+        attributes["devices"] = np.array(ranks.ids, np.int64)
+    return attributes
 
 
 def _channel(ctx, ranks):

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
@@ -34,11 +34,8 @@ def axis_size(
 ) -> int:
     """Returns the number of ranks on `axis_name`, after checking that it is manual.
 
-    Args:
-        op: the call's name, for errors.
-        axis_name: the mesh axis, or a tuple of axes that act as one.
-        may_be_mapped: whether an axis of `jax.vmap` is accepted, too; only plain
-            `jax.lax` can communicate over one.
+    With `may_be_mapped`, an axis of `jax.vmap` is accepted, too. Only plain `jax.lax`
+    can communicate over one.
     """
     check_axis_name(op, axis_name)
     axes = axis_tuple(axis_name)
@@ -163,17 +160,15 @@ def check_manual(label: str, operands: Sequence[jax.core.ShapedArray]) -> None:
 class Ranks:
     """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
-    # Global device ids as i64: table[group * P + rank], with P ranks per group. Empty
-    # if the op communicates nothing.
-    table: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    # Global device ids: table[group * P + rank], with P ranks per group. Empty if the
+    # op communicates nothing. If the mesh is abstract, `table` and `ids` contain XLA's
+    # partition ids instead.
+    table: tuple[int, ...] = ()
     reason: str | None = None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
     ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
     generation: int = 0  # generation of the communicators; 0 if there are none
-    # Whether `table` and `ids` contain XLA's partition ids instead of device ids,
-    # because the mesh is abstract.
-    are_partitions: bool = False
     # All devices of the mesh. Empty if there is no mesh or it is abstract.
     devices: tuple[jax.Device, ...] = ()
 
@@ -187,12 +182,8 @@ def find_ranks(
 ) -> Ranks:
     """Returns the devices along `axes` of the mesh for which a call is lowered.
 
-    Args:
-        ctx: the lowering context.
-        label: the call's name, for errors.
-        axes: the mesh axes of the ranks.
-        takes_partitions: whether the engine can find a rank by partition id, so that an
-            abstract mesh is sufficient in a single process.
+    With `takes_partitions`, the engine can find a rank by partition id, so that an
+    abstract mesh is sufficient in a single process.
     """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
@@ -218,8 +209,8 @@ def find_ranks(
             # An abstract mesh has no device ids. They are replaced by XLA's partition
             # ids, which are the positions of devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
-            table = np.array(rank_groups(mesh, axes, ids), np.int64)
-            return Ranks(table.reshape(-1), ids=ids, are_partitions=True)
+            groups = rank_groups(mesh, axes, ids)
+            return Ranks(tuple(itertools.chain(*groups)), ids=ids)
         return Ranks(
             reason="it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh"
@@ -230,7 +221,7 @@ def find_ranks(
     platform, *_ = ctx.platforms or ctx.module_context.platforms
     device_groups = DeviceGroups(groups, process_of, jax.process_index(), platform)
     return Ranks(
-        np.array(groups, np.int64).reshape(-1),
+        tuple(itertools.chain(*groups)),
         communicators.reason(device_groups),
         device_groups.any_spans_processes,
         tuple(tuple(by_id[i] for i in group) for group in groups),

@@ -46,12 +46,8 @@ def why_not(
 ) -> str | None:
     """Returns why JAX's Pallas AG+GEMM kernel cannot run on `devices`, or None.
 
-    Args:
-        devices: the device of each rank.
-        dtype: dtype of both operands and of the result.
-        M: rows of the result.
-        K: contracted size.
-        N: columns of the result, of all ranks.
+    `devices` has the device of each rank. M, K and N are the sizes of the global GEMM,
+    whose operands and result have dtype `dtype`.
     """
     num_ranks = len(devices)
     capability = str(getattr(devices[0], "compute_capability", "unknown"))
@@ -96,11 +92,7 @@ def why_not_call(
 ) -> str | None:
     """Returns why JAX's Pallas AG+GEMM kernel cannot run a lowered call, or None.
 
-    Args:
-        ctx: the lowering context.
-        call: the call, for which a tuned table has chosen the kernel.
-        ranks: the devices that run it.
-        tiles: the tuned tiles.
+    A tuned table has chosen the kernel, and these tiles, for the call.
     """
     avals: Sequence[Any] = ctx.avals_in
     x, w = avals[:2]

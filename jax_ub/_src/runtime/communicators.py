@@ -42,12 +42,7 @@ _POLL_S = 0.002
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns how many bytes of communication buffers a rank needs for any call.
-
-    Args:
-        platform: platform of the devices, such as "cpu" or "cuda".
-        num_elements: capacity, the largest number of elements of a call.
-    """
+    """Returns how many bytes of buffers a rank needs for calls of `num_elements`."""
     least = ONE_SHOT_BYTES if platform == "cuda" else 0
     return max(_BYTES_PER_ELEMENT * num_elements, least)
 
@@ -140,12 +135,10 @@ def rank_groups(
     axes: tuple[str, ...],
     ids: Sequence[int],
 ) -> tuple[Group, ...]:
-    """Returns the ids of the devices of a mesh by group and rank.
+    """Returns the ids of the devices of a mesh by group and rank along `axes`.
 
-    Args:
-        mesh: the mesh.
-        axes: the mesh axes of the ranks. Each index of the other axes is one group.
-        ids: one id per device, in the order of `mesh.devices.flat`.
+    Each index of the other mesh axes is one group. `ids` has one id per device, in the
+    order of `mesh.devices.flat`.
     """
     table = np.asarray(ids, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]

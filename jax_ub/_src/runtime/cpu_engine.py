@@ -61,11 +61,8 @@ def load_module(
 ) -> types.ModuleType:
     """Imports a compiled engine, and checks that its FFI API version fits the jaxlib.
 
-    Args:
-        name: the name of the module.
-        missing: the text of the error for an engine that was not built.
-        how_to_get_it: returns the advice for an engine that is missing, or that the
-            dynamic linker rejects.
+    `missing` is the text of the error for an engine that was not built. `how_to_get_it`
+    returns the advice for an engine that is missing or that the dynamic linker rejects.
     """
     reason = why_not()
     if reason is not None:

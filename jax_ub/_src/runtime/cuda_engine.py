@@ -136,9 +136,7 @@ def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
 def why_no_fp8(devices: Sequence[jax.Device], scaled_unit: str) -> str | None:
     """Returns why these GPUs cannot multiply FP8 operands, or None if they can.
 
-    Args:
-        devices: the devices that run the program, as far as they are known.
-        scaled_unit: what has one scale: "tensor", "row" or "block".
+    `scaled_unit` is what has one scale: "tensor", "row" or "block".
     """
     version = load().cublaslt()["version"] if local_devices() else 0
     capabilities = _compute_capabilities(devices)

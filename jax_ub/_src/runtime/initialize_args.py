@@ -195,18 +195,10 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Creates the `InitializedAxis` for the arguments of `initialize_ub`.
+    """Creates the `InitializedAxis` for checked arguments of `initialize_ub`.
 
-    It contains the named overlaps of a mesh axis. Allocates no buffers.
-
-    Args:
-        axes: the mesh axes of the ranks.
-        tp_size: P, the number of ranks of a group.
-        shape: the capacity, `[T, H]`.
-        dtype: the dtype of unquantized operands.
-        modes: the quantization modes for which to create overlaps.
-        ub_cfgs: the argument of `initialize_ub`.
-        mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
+    It contains the named overlaps of a mesh axis. Allocates no buffers. `ub_cfgs` is
+    checked here.
     """
     # Without a tuned file in `ub_cfgs`, the methods come from the file that
     # `JAX_UB_TUNED` names. The processes compare these methods, which must be equal.
