@@ -70,7 +70,9 @@ class ProcessAllGather:
     def __exit__(self, *error):
         pass
 
-    def gather(self, value, timeout_s=None):
+    def gather(self, value, error=None, *, timeout_s=None):
+        if error is not None:
+            raise error
         if not self.said:
             raise ub.errors.TimeoutError("process 1 did not take part")
         return {0: value, 1: {**value, **self.said.pop(0)}}
@@ -115,7 +117,7 @@ def connect(*rounds, **changes):
 
 
 def test_groups_in_one_process_have_heaps_too(fake_engine):
-    found = connect(introduced(), {"reasons": {}})
+    found = connect(introduced(), {})
     assert set(found) == set(GROUPS)
     size_bytes = device_groups().call_bytes
     assert fake_engine.offered == [([10], size_bytes), ([11], size_bytes)]
@@ -133,7 +135,7 @@ def test_groups_in_one_process_have_heaps_too(fake_engine):
 
 
 def test_only_processes_of_the_same_host_are_connected_by_socket(fake_engine):
-    connect(introduced(host="there"), {"reasons": {}})
+    connect(introduced(host="there"), {})
     first = fake_engine.made[0]
     assert (first.addresses, first.tokens) == ({}, {})
     assert set(first.offers) == {0, 1}
@@ -143,7 +145,7 @@ def test_incompatible_capabilities_are_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(
         fake_engine, "why_not_connected", lambda processes, offers: "no P2P"
     )
-    found = connect(introduced(), {"reasons": {}})
+    found = connect(introduced(), {})
     assert found[0, 4].reason == found[1, 5].reason == "no P2P"
     assert found[2, 3].reason is None
     assert [one.devices for one in fake_engine.made] == [[2, 3]]
@@ -152,14 +154,14 @@ def test_incompatible_capabilities_are_the_reason(fake_engine, monkeypatch):
 def test_a_connection_that_fails_in_this_process_is_the_reason(fake_engine):
     fake_engine.fails[0] = NotImplementedError("cuMemMap: no")
     fake_engine.fails[2] = NotImplementedError("no peer access")
-    found = connect(introduced(), {"reasons": {}})
+    found = connect(introduced(), {})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[2, 3].reason == "no peer access"
     assert found[1, 5].communicator is fake_engine.made[0]
 
 
 def test_a_connection_that_fails_elsewhere_is_closed_here(fake_engine):
-    found = connect(introduced(), {"reasons": {"(0, 4)": "cuMemMap: no"}})
+    found = connect(introduced(), {"(0, 4)": "cuMemMap: no"})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[0, 4].communicator is None
     assert [one.closed for one in fake_engine.made] == [True, False, False]
@@ -168,7 +170,7 @@ def test_a_connection_that_fails_elsewhere_is_closed_here(fake_engine):
 def test_a_failure_leaves_nothing_behind(fake_engine):
     fake_engine.fails[1] = RuntimeError("CommunicatorError: process 1 died")
     with pytest.raises(CommunicatorError, match="process 1 died"):
-        connect(introduced(), {"reasons": {}})
+        connect(introduced(), {})
     assert all(one.closed for one in fake_engine.made)
     assert not connections()
 
@@ -194,7 +196,7 @@ def test_one_process_creates_and_destroys_its_heaps(fake_engine):
 
 
 def test_check_communicators_raises_failures(fake_engine):
-    connect(introduced(), {"reasons": {}})
+    connect(introduced(), {})
     ub.check_communicators()
     fake_engine.made[0].failure = "CommunicatorError: rank 1 died"
     with pytest.raises(CommunicatorError, match=r"^devices \[0, 4\]: rank 1 died"):
@@ -215,7 +217,7 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
 
 def test_a_missing_engine_in_this_process_is_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(cuda_engine, "why_not", lambda: "no nvcc")
-    found = connect(introduced(), {"reasons": {}})
+    found = connect(introduced(), {})
     assert found[0, 4].reason == "process 0 cannot connect: no nvcc"
     assert found[2, 3].reason == "no nvcc"
     assert not fake_engine.made and not fake_engine.offered
@@ -225,7 +227,7 @@ def test_a_missing_engine_in_another_process_is_the_reason(fake_engine):
     without = {
         "endpoints": {key: {"why_not": "no nvcc"} for key in ("(0, 4)", "(1, 5)")}
     }
-    found = connect(without, {"reasons": {}})
+    found = connect(without, {})
     assert (
         found[0, 4].reason == found[1, 5].reason == "process 1 cannot connect: no nvcc"
     )

@@ -109,7 +109,7 @@ def test_processes_agree_that_there_is_no_engine(no_engine, monkeypatch):
     class BothAlike(contextlib.nullcontext):
         """A fake all-gather whose process 1 sends the values of process 0."""
 
-        def gather(self, value, timeout_s=None):
+        def gather(self, value, error=None, *, timeout_s=None):
             return {0: value, 1: value}
 
     monkeypatch.setenv("JAX_UB_ISA", "portable")

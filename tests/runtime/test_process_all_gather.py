@@ -212,6 +212,39 @@ def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
         assert "no descriptor left" in str(found[process])
 
 
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}, {1, 2}])
+def test_the_error_of_a_round_is_raised_in_all_processes(failing):
+    store = MemoryStore()
+    errors = {p: OSError(f"no descriptor left in {p}") for p in failing}
+
+    def run(process):
+        with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as all_gather:
+            all_gather.gather("ready")
+            all_gather.gather("done", errors.get(process))
+
+    found = together(*(lambda p=p: run(p) for p in range(3)))
+    first = min(failing)
+    text = f"initialize_ub: process {first} failed: {errors[first]!r}"
+    for process in range(3):
+        if process in failing:
+            assert found[process] is errors[process]
+        else:
+            assert isinstance(found[process], ub.errors.CommunicatorError)
+            assert str(found[process]) == text
+    assert not store
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_own_error_takes_precedence_over_missing_processes(process):
+    error = ub.errors.ConfigurationError("the own refusal")
+
+    def run():
+        with ProcessAllGather(MemoryStore(), process, (0, 1), 0.2) as all_gather:
+            all_gather.gather("ready", error)
+
+    assert together(run) == [error]
+
+
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("begins_first", [True, False])
 def test_an_interrupt_before_any_message_is_reported(interrupted, begins_first):
@@ -359,7 +392,7 @@ def test_a_round_may_have_a_longer_timeout(late, clock):
             all_gather.gather("connect")
             if process == late:
                 clock.pass_when(other_is_in_the_second_round, 0.6)
-            return all_gather.gather("done", 6)
+            return all_gather.gather("done", timeout_s=6)
 
     found = together(*(lambda p=p: run(p) for p in range(2)))
     assert found == [{0: "done", 1: "done"}] * 2

@@ -123,19 +123,24 @@ class ConnectionAttempt:
         """Implements `connect`; returns the handshake values by process index."""
         with all_gather:
             own_error = own_error or self._open_endpoints()
-            handshake = self._handshake(agreed_settings, own_error)
-            peer_info = _gather(all_gather, handshake, own_error)
-            error = own_error or _first_error(peer_info, "failed")
-            if error is None:
-                # Each process proposes the generation after that of its last
-                # communicator. The maximum of the proposals is new to all processes.
-                self.generation = max(one["generation"] for one in peer_info.values())
-                if len({one["hash"] for one in peer_info.values()}) > 1:
-                    error = _difference(all_gather.gather(dict(agreed_settings)))
-            if error is None:
-                error = self._connect_and_report(all_gather, peer_info)
-        if error is not None:
-            raise error
+            peer_info = all_gather.gather(self._handshake(agreed_settings), own_error)
+            # Each process proposes the generation after that of its last communicator.
+            # The maximum of the proposals is new to all processes.
+            self.generation = max(one["generation"] for one in peer_info.values())
+            if len({one["hash"] for one in peer_info.values()}) > 1:
+                settings_of = all_gather.gather(dict(agreed_settings))
+                all_gather.gather(None, _difference(settings_of))
+            error = self.connect_all(peer_info)
+            reasons = {str(one.group): one.reason for one in self.made if one.reason}
+            # A process waits for two timeouts: a peer may wait one timeout for a
+            # connection that has failed here, and only then send its outcome. After an
+            # error, a process waits only briefly, because its error reaches running
+            # peers sooner.
+            timeout_s = 2 * settings.timeout_s()
+            if error is not None:
+                timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
+            found = all_gather.gather(reasons, error, timeout_s=timeout_s)
+            self._close_unconnected(found)
         return peer_info
 
     def connect_all(self, peer_info: Values) -> Exception | None:
@@ -180,10 +185,9 @@ class ConnectionAttempt:
             return self._give_up(error)
         return None
 
-    def _handshake(self, agreed_settings, own_error):
+    def _handshake(self, agreed_settings):
         text = json.dumps(dict(agreed_settings), sort_keys=True)
         return {
-            "error": _text_of(own_error),
             "generation": self.generation + 1,
             "hash": hashlib.sha256(text.encode()).hexdigest(),
             "host": hosts.identity(),
@@ -194,22 +198,6 @@ class ConnectionAttempt:
                 for group, endpoint in self._endpoints.items()
             },
         }
-
-    def _connect_and_report(self, all_gather, peer_info):
-        error = self.connect_all(peer_info)
-        outcome = {
-            "error": _text_of(error),
-            "reasons": {str(one.group): one.reason for one in self.made if one.reason},
-        }
-        # A process waits for two timeouts: a peer may wait one timeout for a connection
-        # that has failed here, and only then send its outcome. After an error, a
-        # process waits only briefly, because its error reaches running peers sooner.
-        timeout_s = 2 * settings.timeout_s()
-        if error is not None:
-            timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
-        outcomes = _gather(all_gather, outcome, error, timeout_s)
-        self._close_where_a_process_failed(outcomes)
-        return error or _first_error(outcomes, "could not connect")
 
     def _give_up(self, error):
         self._endpoints.clear()  # closes the sockets, so that peers fail at once
@@ -239,11 +227,11 @@ class ConnectionAttempt:
             client=groups.client,
         )
 
-    def _close_where_a_process_failed(self, outcomes: Values):
-        """Closes each group of ranks that some process failed to connect."""
+    def _close_unconnected(self, reasons_of: Values):
+        """Closes each group of ranks that some process could not connect."""
         reasons: dict[str, str] = {}
-        for _, outcome in sorted(outcomes.items()):
-            reasons = {**outcome["reasons"], **reasons}
+        for _, own in sorted(reasons_of.items()):
+            reasons = {**own, **reasons}
         for i, connection in enumerate(self.made):
             reason = connection.reason or reasons.get(str(connection.group))
             if reason is not None:
@@ -251,32 +239,6 @@ class ConnectionAttempt:
                 self.made[i] = dataclasses.replace(
                     connection, reason=reason, communicator=None
                 )
-
-
-def _text_of(error):
-    # The prefix is removed, because the other processes add it again, together with the
-    # index of this process.
-    return None if error is None else str(error).removeprefix("initialize_ub: ")
-
-
-def _gather(all_gather, value, own_error, timeout_s=None):
-    try:
-        return all_gather.gather(value, timeout_s)
-    except CommunicatorError as error:
-        # If this process has failed before, its first error is raised instead, because
-        # it explains the failure better.
-        if own_error is None:
-            raise
-        raise own_error from error
-
-
-def _first_error(values: Values, what):
-    for process, one in sorted(values.items()):
-        if one["error"] is not None:
-            return CommunicatorError(
-                f"initialize_ub: process {process} {what}: {one['error']}"
-            )
-    return None
 
 
 def _difference(settings_of: Values):

@@ -85,6 +85,8 @@ class ProcessAllGather:
         self._rounds: list[Any] = []
         # The message that reports a failure, once one has been found or received.
         self._failure: dict[str, Any] = {}
+        # Whether a round has ended with an error that all processes raise.
+        self._has_failed_everywhere = False
         # Only for the coordinator, keyed by process: `_numbers` has the random number
         # of the process's attempt, `_answers` the answers that were sent to the
         # process, one per round.
@@ -103,6 +105,8 @@ class ProcessAllGather:
 
     def __exit__(self, kind, error, traceback) -> None:
         """Deletes this process's messages; sends an error to the other processes."""
+        if self._has_failed_everywhere:
+            error = None
         is_new = error is not None and not self._failure
         if is_new:
             self._failure = self._describe(error)
@@ -160,11 +164,19 @@ class ProcessAllGather:
         text = f"initialize_ub: process {self._process} failed: {reason}"
         return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
 
-    def gather(self, value: Any, timeout_s: float | None = None) -> Values:
+    def gather(
+        self,
+        value: Any,
+        error: Exception | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Values:
         """Returns the values of all processes, by process index.
 
         Args:
             value: the value of this process.
+            error: why this process has failed, or None. The round ends before the error
+                is raised, so that it is raised in all processes.
             timeout_s: how long to wait for the other processes, in seconds. None means
                 the timeout of the attempt.
 
@@ -173,16 +185,29 @@ class ProcessAllGather:
 
         Raises:
             TimeoutError: if processes did not arrive before the deadline. Names them.
-            CommunicatorError: if another process failed.
+            CommunicatorError: if another process failed. If `error` is given, that is
+                raised.
         """
-        self._rounds.append(value)
+        failed = None if error is None else self._describe(error)["failed"]
+        self._rounds.append([value, failed])
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if self._process == self._coordinator:
-            return self._run_coordinator(value, timeout_s)
-        return self._run_member(timeout_s)
+        is_coordinator = self._process == self._coordinator
+        run = self._run_coordinator if is_coordinator else self._run_member
+        try:
+            found = run(timeout_s)
+        except CommunicatorError as failure:
+            if error is None:
+                raise
+            # The error of this process explains the failure better.
+            raise error from failure
+        texts = [text for _, (_, text) in sorted(found.items()) if text is not None]
+        if texts:
+            self._has_failed_everywhere = True
+            raise error or CommunicatorError(texts[0])
+        return {process: value for process, (value, _) in found.items()}
 
-    def _run_coordinator(self, value, timeout_s):
-        found = {self._process: value}
+    def _run_coordinator(self, timeout_s):
+        found = {self._process: self._rounds[-1]}
         pause = _Pause(timeout_s, len(self._others))
         announced = None
         while True:
