@@ -64,18 +64,21 @@ class ProcessAllGather:
     def __init__(self, *said):
         self.said = list(said)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
     def gather(self, value, error=None, *, timeout_s=None):
         if error is not None:
             raise error
         if not self.said:
             raise ub.errors.TimeoutError("process 1 did not take part")
         return {0: value, 1: {**value, **self.said.pop(0)}}
+
+
+class OneProcess:
+    """A fake all-gather of one process."""
+
+    def gather(self, value, error=None, *, timeout_s=None):
+        if error is not None:
+            raise error
+        return {0: value}
 
 
 def introduced(host="here"):
@@ -110,9 +113,7 @@ def device_groups(**changes):
 
 
 def connect(*rounds, **changes):
-    connection_attempt.connect(
-        device_groups(**changes), ProcessAllGather(*rounds), {}, None
-    )
+    connection_attempt.connect(device_groups(**changes), ProcessAllGather(*rounds), {})
     return {one.group: one for one in connections()}
 
 
@@ -184,14 +185,14 @@ def test_a_process_that_does_not_report_its_outcome_leaves_nothing_behind(fake_e
 
 def test_one_process_creates_and_destroys_its_heaps(fake_engine):
     alone = device_groups(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
-    connection_attempt.connect_alone(alone)
+    connection_attempt.connect(alone, OneProcess(), {})
     (made,) = fake_engine.made
     assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
     communicators.disconnect_all_but(())
     assert made.closed
     fake_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
     with pytest.raises(CommunicatorError, match="out of memory"):
-        connection_attempt.connect_alone(alone)
+        connection_attempt.connect(alone, OneProcess(), {})
     assert not connections()
 
 
@@ -209,9 +210,8 @@ def test_check_communicators_raises_failures(fake_engine):
 def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
     monkeypatch.setattr(cpu_engine, "load", lambda: pytest.fail("asked for an engine"))
     process_of = dict.fromkeys(range(4), 0)
-    connection_attempt.connect_alone(
-        device_groups(groups=((2, 3),), process_of=process_of, platform="cpu")
-    )
+    groups = device_groups(groups=((2, 3),), process_of=process_of, platform="cpu")
+    connection_attempt.connect(groups, OneProcess(), {})
     assert not connections()
 
 

@@ -234,8 +234,8 @@ def test_a_thread_waits_while_another_one_changes_the_registry(monkeypatch, seco
         tell("ends")
 
     monkeypatch.setattr(registry, "CHANGING", WatchedLock())
-    monkeypatch.setattr(initialize._Attempt, "prepare", change)
-    monkeypatch.setattr(initialize._Attempt, "connect", lambda attempt: None)
+    monkeypatch.setattr(initialize.connection_attempt, "connect", change)
+    monkeypatch.setattr(registry, "add", lambda axis: None)
     monkeypatch.setattr(initialize.communicators, "finish_launches", change)
     arguments = (SHAPE, 4) if second is ub.initialize_ub else ()
     threads = [

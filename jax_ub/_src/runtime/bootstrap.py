@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,6 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.runtime import hosts
-from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather
 
 _BACKENDS = ("jax", "mpi")
@@ -87,17 +87,28 @@ def _initialize_by_mpi():
         ) from error
 
 
-def open_rendezvous(groups: DeviceGroups, timeout_s: float) -> ProcessAllGather:
-    """Returns an object that all-gathers values over the processes of the groups."""
+def open_rendezvous(processes: Sequence[int], timeout_s: float) -> ProcessAllGather:
+    """Returns an object that all-gathers values over processes."""
+    own = jax.process_index()
+    if len(processes) == 1:
+        return ProcessAllGather(_OwnStore(), own, processes, timeout_s)
     # The scope (a prefix of the keys) depends only on the processes. A process that
     # passed a different axis_name therefore joins the same rendezvous, which reports
     # the difference.
-    processes = groups.processes
     numbers = ",".join(map(str, processes)).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     lost = Presence().lost
-    store = JaxStore(scope)
-    return ProcessAllGather(store, groups.process, processes, timeout_s, lost)
+    return ProcessAllGather(JaxStore(scope), own, processes, timeout_s, lost)
+
+
+class _OwnStore(dict[str, str]):
+    """The store of a single process, which has no job."""
+
+    write = dict.__setitem__
+    read = dict.get
+
+    def erase(self, key: str) -> None:
+        self.pop(key, None)
 
 
 class JaxStore:

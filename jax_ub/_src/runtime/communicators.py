@@ -72,8 +72,8 @@ class DeviceGroups:
         devices: Sequence[jax.Device],
         groups: tuple[Group, ...],
         axes: tuple[str, ...],
-        capacity: int = 0,
-        num_slots: int = 0,
+        capacity: int,
+        num_slots: int,
     ) -> "DeviceGroups":
         """Returns the groups of ranks along mesh axes, with properties of `devices`."""
         own = [d for d in devices if d.process_index == jax.process_index()]

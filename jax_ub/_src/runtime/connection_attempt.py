@@ -24,7 +24,6 @@ def connect(
     device_groups: DeviceGroups,
     all_gather: ProcessAllGather,
     agreed_settings: Mapping[str, str],
-    own_error: Exception | None,
 ) -> None:
     """Connects groups of ranks by shared memory; all processes must make this call.
 
@@ -35,41 +34,24 @@ def connect(
         all_gather: all-gathers values over the processes: in two rounds, or in three if
             their settings differ.
         agreed_settings: settings that must be equal in all processes, by name.
-        own_error: why this process cannot take part, or None.
 
     Raises:
         CommunicatorError: if another process failed, has different settings, or could
-            not connect. If `own_error` is given, that is raised.
+            not connect, or if there is not enough memory.
         TimeoutError: if processes did not arrive before the deadline.
     """
     global _generation
     attempt = ConnectionAttempt(device_groups, _generation)
     try:
-        peer_info = attempt.connect_jointly(all_gather, agreed_settings, own_error)
+        peer_info = attempt.connect_jointly(all_gather, agreed_settings)
     except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
         attempt.close()
         raise
     finally:
         _generation = max(_generation, attempt.generation)
     communicators.add(attempt.made)
-    if device_groups.platform == "cpu":
+    if device_groups.platform == "cpu" and len(peer_info) > 1:
         _share_cores(device_groups, peer_info)
-
-
-def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects groups of ranks if all devices of the mesh are in this process.
-
-    On CPUs such groups need no connection.
-
-    Raises:
-        CommunicatorError: if there is not enough memory.
-    """
-    attempt = ConnectionAttempt(device_groups, _generation)
-    error = attempt.connect_all({})
-    if error is not None:
-        attempt.close()
-        raise error
-    communicators.add(attempt.made)
 
 
 def _share_cores(device_groups, peer_info: Values):
@@ -118,29 +100,27 @@ class ConnectionAttempt:
         self,
         all_gather: ProcessAllGather,
         agreed_settings: Mapping[str, str],
-        own_error: Exception | None,
     ) -> Values:
         """Implements `connect`; returns the handshake values by process index."""
-        with all_gather:
-            own_error = own_error or self._open_endpoints()
-            peer_info = all_gather.gather(self._handshake(agreed_settings), own_error)
-            # Each process proposes the generation after that of its last communicator.
-            # The maximum of the proposals is new to all processes.
-            self.generation = max(one["generation"] for one in peer_info.values())
-            if len({one["hash"] for one in peer_info.values()}) > 1:
-                settings_of = all_gather.gather(dict(agreed_settings))
-                all_gather.gather(None, _difference(settings_of))
-            error = self.connect_all(peer_info)
-            reasons = {str(one.group): one.reason for one in self.made if one.reason}
-            # A process waits for two timeouts: a peer may wait one timeout for a
-            # connection that has failed here, and only then send its outcome. After an
-            # error, a process waits only briefly, because its error reaches running
-            # peers sooner.
-            timeout_s = 2 * settings.timeout_s()
-            if error is not None:
-                timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
-            found = all_gather.gather(reasons, error, timeout_s=timeout_s)
-            self._close_unconnected(found)
+        error = self._open_endpoints()
+        peer_info = all_gather.gather(self._handshake(agreed_settings), error)
+        # Each process proposes the generation after that of its last communicator.
+        # The maximum of the proposals is new to all processes.
+        self.generation = max(one["generation"] for one in peer_info.values())
+        if len({one["hash"] for one in peer_info.values()}) > 1:
+            settings_of = all_gather.gather(dict(agreed_settings))
+            all_gather.gather(None, _difference(settings_of))
+        error = self.connect_all(peer_info)
+        reasons = {str(one.group): one.reason for one in self.made if one.reason}
+        # A process waits for two timeouts: a peer may wait one timeout for a
+        # connection that has failed here, and only then send its outcome. After an
+        # error, a process waits only briefly, because its error reaches running
+        # peers sooner.
+        timeout_s = 2 * settings.timeout_s()
+        if error is not None:
+            timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
+        found = all_gather.gather(reasons, error, timeout_s=timeout_s)
+        self._close_unconnected(found)
         return peer_info
 
     def connect_all(self, peer_info: Values) -> Exception | None:
@@ -173,13 +153,13 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Checks, before connecting, that the engine has kernels for the instruction
-            # set `JAX_UB_ISA`, which every call needs. All processes then get the
-            # error.
-            cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:
                 if groups.spans_processes(group) and groups.has_local_rank(group):
+                    # Checks, before connecting, that the engine has kernels for the
+                    # instruction set `JAX_UB_ISA`, which every call needs. All
+                    # processes then get the error.
+                    cpu_engine.check_isa()
                     self._endpoints[group] = self._setup.open_endpoint(group)
         except Exception as error:
             return self._give_up(error)

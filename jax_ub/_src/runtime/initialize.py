@@ -5,10 +5,8 @@ resource is created, and all processes agree on the outcome. So a failed call le
 resources behind in any process.
 """
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,7 @@ from jax.typing import DTypeLike
 from jax_ub._src import methods
 from jax_ub._src.checks import axis_tuple, check_axis_name
 from jax_ub._src.config.overlap_config import UserBufferQuantizationMode
-from jax_ub._src.errors import (
-    CommunicatorError,
-    ConfigurationError,
-    LifecycleError,
-    shown,
-)
+from jax_ub._src.errors import ConfigurationError, LifecycleError, shown
 from jax_ub._src.runtime import (
     communicators,
     connection_attempt,
@@ -33,7 +26,6 @@ from jax_ub._src.runtime import (
     tuned_file,
 )
 from jax_ub._src.runtime.bootstrap import check_backend, join_job, open_rendezvous
-from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.initialize_args import (
     make_initialized_axis,
     read_dtype,
@@ -42,7 +34,6 @@ from jax_ub._src.runtime.initialize_args import (
     read_shape,
     read_size,
 )
-from jax_ub._src.runtime.process_all_gather import NOTIFY_S, ProcessAllGather
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 
 
@@ -106,17 +97,26 @@ def initialize_ub(  # noqa: PLR0913, pinned
         TimeoutError: if processes did not arrive before the deadline.
     """
     with registry.CHANGING:
-        attempt = _Attempt(bootstrap_backend)
-        settings_of_modes = use_fp8, quantization_modes, dtype, ub_cfgs
+        join_job(bootstrap_backend)
+        mesh = jax.sharding.get_mesh() if mesh is None else mesh
+        processes = _processes_of(mesh)
+        before = registry.axes()
         try:
-            attempt.prepare(shape, tp_size, *settings_of_modes, mesh, axis_name)
-            attempt.connect()
-        except BaseException as error:
-            try:
-                if not isinstance(error, Exception):
-                    attempt.report_interrupt(error)
-            finally:
-                attempt.undo()
+            with open_rendezvous(processes, _timeout_s()) as all_gather:
+                try:
+                    check_backend(bootstrap_backend)
+                    modes = use_fp8, quantization_modes
+                    axis = _prepare(
+                        shape, tp_size, *modes, dtype, ub_cfgs, mesh, axis_name
+                    )
+                    agreed = _agreed_settings(bootstrap_backend, axis)
+                except Exception as error:
+                    all_gather.gather(None, error)  # raises the error in all processes
+                    raise
+                connection_attempt.connect(axis.device_groups, all_gather, agreed)
+            registry.add(axis)
+        except BaseException:
+            _keep_only(before)
             raise
 
 
@@ -141,12 +141,7 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     with registry.CHANGING:
         kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
         communicators.finish_launches(_keys_of(kept))
-        # The connections are closed before the axes are removed, so that the call can
-        # be repeated after an interrupt.
-        communicators.disconnect_all_but(_keys_of(kept))
-        for axis in registry.axes():
-            if axis not in kept:
-                registry.remove(axis.axis_name)
+        _keep_only(kept)
         if not kept:
             communicators.release_slots()
 
@@ -205,96 +200,33 @@ def _axes(op, axis_name):
     return axis_tuple(axis_name)
 
 
-class _Attempt:
-    """The state of an `initialize_ub` call, which is undone if the call fails."""
+def _prepare(
+    shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name
+) -> InitializedAxis:
+    """Checks the arguments of `initialize_ub`. Allocates nothing."""
+    axes = axis_tuple(axis_name)
+    settings.check()
+    methods.resolve("initialize_ub", None, settings.method())
+    check_axis_name("initialize_ub", axis_name)
+    _check_not_initialized(axes)
+    modes = read_modes(use_fp8, modes)
+    tp_size = read_size("tp_size", tp_size)
+    mesh = read_mesh(mesh, axes, tp_size)
+    capacity, dtype = read_shape(shape), read_dtype(dtype)
+    axis = make_initialized_axis(axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh)
+    communicators.check_shared(axis.device_groups)
+    return axis
 
-    def __init__(self, backend):
-        self._backend = backend
-        self._mesh: Any = None
-        self._axis: InitializedAxis | None = None
-        self._groups: DeviceGroups | None = None
-        self._settings: dict[str, str] = {}
-        self._error: Exception | None = None
-        self._timeout_s = settings.DEFAULT_TIMEOUT_S
-        self._all_gather: ProcessAllGather | None = None
 
-    def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
-        """Checks the arguments of `initialize_ub`. Allocates nothing.
+def _keep_only(kept):
+    """Closes all connections except those of these axes, then removes other axes.
 
-        An error is stored, so that `connect` can send it to the other processes.
-
-        Raises:
-            ConfigurationError: if no device of the mesh belongs to this process.
-        """
-        axes = axis_tuple(axis_name)
-        try:
-            join_job(self._backend)
-            self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
-            check_backend(self._backend)
-            self._timeout_s = settings.timeout_s()
-            settings.check()
-            methods.resolve("initialize_ub", None, settings.method())
-            check_axis_name("initialize_ub", axis_name)
-            _check_not_initialized(axes)
-            modes = read_modes(use_fp8, modes)
-            tp_size = read_size("tp_size", tp_size)
-            mesh = read_mesh(mesh, axes, tp_size)
-            capacity, dtype = read_shape(shape), read_dtype(dtype)
-            self._axis = make_initialized_axis(
-                axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh
-            )
-            self._groups = self._axis.device_groups
-            communicators.check_shared(self._groups)
-            self._settings = _agreed_settings(self._backend, self._axis)
-        except Exception as error:  # any error must be sent to the other processes
-            self._error = error
-        if self._groups is None:
-            self._groups = _group_of_all(axes, self._mesh)
-        if self._groups.process not in self._groups.processes:
-            raise ConfigurationError(
-                f"initialize_ub: the mesh has no device of this process, "
-                f"{self._groups.process}. Call it in the processes of the mesh only."
-            )
-
-    def connect(self):
-        """Connects the ranks of all processes, then adds the axis to the registry."""
-        groups = self._groups
-        assert groups is not None
-        if len(groups.processes) > 1:
-            self._all_gather = open_rendezvous(groups, self._timeout_s)
-            connection_attempt.connect(
-                groups, self._all_gather, self._settings, self._error
-            )
-        elif self._error is not None:
-            raise self._error
-        else:
-            connection_attempt.connect_alone(groups)
-        if self._axis is not None:
-            registry.add(self._axis)
-
-    def report_interrupt(self, error: BaseException) -> None:
-        """Tells the other processes about an interrupt, such as Ctrl-C.
-
-        Does nothing if the all-gather has ended, since it has then sent the error.
-        """
-        if self._all_gather is not None and self._all_gather.has_ended:
-            return
-        groups = self._groups or _group_of_all((), self._mesh)
-        if len(groups.processes) < 2 or groups.process not in groups.processes:
-            return
-        if self._all_gather is None:
-            with contextlib.suppress(CommunicatorError):
-                self._all_gather = open_rendezvous(groups, NOTIFY_S)
-        if self._all_gather is not None:
-            with contextlib.suppress(type(error)), self._all_gather:
-                raise error
-
-    def undo(self) -> None:
-        """Removes the named overlaps and the connections that this call has created."""
-        for axis in registry.axes():
-            if axis is self._axis:
-                registry.remove(axis.axis_name)
-        communicators.disconnect_all_but(_keys_of(registry.axes()))
+    In this order, the call can be repeated after an interrupt.
+    """
+    communicators.disconnect_all_but(_keys_of(kept))
+    for axis in registry.axes():
+        if axis not in kept:
+            registry.remove(axis.axis_name)
 
 
 def _keys_of(axes):
@@ -302,16 +234,29 @@ def _keys_of(axes):
     return {key for axis in axes for key in axis.device_groups.keys}
 
 
-def _group_of_all(axes, mesh):
-    """Returns all devices as one group, even if the arguments are invalid.
+def _processes_of(mesh) -> list[int]:
+    """Returns the indices of the processes that must call `initialize_ub`.
 
-    The processes of this group exchange the error, and connect nothing. These are the
-    processes of the mesh, or all processes of the job if the mesh is not usable. Every
-    process must find the same processes, even if only its own arguments are invalid.
+    These are the processes of the mesh, or all processes of the job if the mesh is not
+    usable. Every process must find the same processes, even if only its own arguments
+    are invalid, since they exchange the error.
     """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
-    devices = list(mesh.devices.flat) if is_known else jax.devices()
-    return DeviceGroups.of(devices, (tuple(device.id for device in devices),), axes)
+    devices = mesh.devices.flat if is_known else jax.devices()
+    processes = sorted({device.process_index for device in devices})
+    if jax.process_index() not in processes:
+        raise ConfigurationError(
+            f"initialize_ub: the mesh has no device of this process, "
+            f"{jax.process_index()}. Call it in the processes of the mesh only."
+        )
+    return processes
+
+
+def _timeout_s():
+    try:
+        return settings.timeout_s()
+    except ConfigurationError:  # `settings.check` raises it in all processes
+        return settings.DEFAULT_TIMEOUT_S
 
 
 def _check_not_initialized(axes):

@@ -69,12 +69,7 @@ class ProcessAllGather:
             timeout_s: the timeout of each round, in seconds.
             lost: a function that returns how a process, given by its index, has died;
                 None if it has not, or if that is not known.
-
-        Attributes:
-            has_ended: whether the `with` block has ended, so that the other processes
-                have been sent the outcome.
         """
-        self.has_ended = False
         self._store = store
         self._lost = lost
         self._process = process
@@ -113,13 +108,11 @@ class ProcessAllGather:
         if self._process == self._coordinator:
             if error is not None:
                 self._send_to_members(error)
-            self.has_ended = True
             self._store.erase("coordinator")
             return
         is_interrupted = is_new and not isinstance(error, Exception)
         if is_interrupted and not self._coordinator_number:
             self._wait_for_coordinator()
-        self.has_ended = True
         if is_new and self._coordinator_number:
             self._write_own(self._failure)
         else:
