@@ -112,10 +112,9 @@ class ConnectionAttempt:
             all_gather.gather(None, _difference(settings_of))
         error = self.connect_all(peer_info)
         reasons = {str(one.group): one.reason for one in self.made if one.reason}
-        # A process waits for two timeouts: a peer may wait one timeout for a
-        # connection that has failed here, and only then send its outcome. After an
-        # error, a process waits only briefly, because its error reaches running
-        # peers sooner.
+        # A process waits for two timeouts: a peer may wait one timeout for a connection
+        # that has failed here, and only then send its outcome. After an error, a
+        # process waits only briefly, because its error reaches running peers sooner.
         timeout_s = 2 * settings.timeout_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -126,12 +125,7 @@ class ConnectionAttempt:
     def connect_all(self, peer_info: Values) -> Exception | None:
         """Connects this process's groups whose ranks can share memory.
 
-        Args:
-            peer_info: the handshake values by process; empty if there is only one
-                process.
-
-        Returns:
-            The error, or None.
+        Returns the error, or None. `peer_info` has the handshake values by process.
         """
         try:
             for group in self._groups:
@@ -195,9 +189,10 @@ class ConnectionAttempt:
         communicator = None
         if reason is None and groups.has_local_rank(group):
             endpoint = self._endpoints.pop(group) if spans_processes else None
-            options = group, endpoint, infos, self.generation
             try:
-                communicator = self._setup.connect(*options)
+                communicator = self._setup.connect(
+                    group, endpoint, infos, self.generation
+                )
             except NotImplementedError as error:
                 reason = str(error)
         return Connection(

@@ -126,11 +126,11 @@ class ProcessAllGather:
         """
         known = set(self._numbers)
         self._answer(self._failure, known)
-        end_s = time.monotonic() + NOTIFY_S
         if not isinstance(error, TimeoutError):
             self._announce(self._others)
-            while not self._has_seen_all() and time.monotonic() < end_s:
-                time.sleep(_LONGEST_PAUSE_S)
+            for is_over in self._polls(NOTIFY_S):
+                if self._has_seen_all() or is_over:
+                    break
         self._answer(self._failure, set(self._numbers) - known)
 
     def _has_seen_all(self):
@@ -144,10 +144,10 @@ class ProcessAllGather:
         return len(self._ended | set(self._numbers)) == len(self._others)
 
     def _wait_for_coordinator(self):
-        end_s = time.monotonic() + NOTIFY_S
-        while not self._coordinator_number and time.monotonic() < end_s:
+        for is_over in self._polls(NOTIFY_S):
             self._repeat(_read(self._store, "coordinator"))
-            time.sleep(_LONGEST_PAUSE_S)
+            if self._coordinator_number or is_over:
+                break
 
     def _describe(self, error):
         # Errors of jax_ub have a text that is clear in any process. For other
@@ -201,9 +201,8 @@ class ProcessAllGather:
 
     def _run_coordinator(self, timeout_s):
         found = {self._process: self._rounds[-1]}
-        pause = _Pause(timeout_s, len(self._others))
         announced = None
-        while True:
+        for is_over in self._polls(timeout_s):
             waiting = [other for other in self._others if other not in found]
             if waiting != announced:
                 self._announce(waiting)
@@ -222,9 +221,8 @@ class ProcessAllGather:
                 if lost[other] is not None:
                     self._ended.add(other)
                     self._fail(f"initialize_ub: process {other} {lost[other]}.")
-            if missing and pause.is_over():
+            if missing and is_over:
                 self._fail(_missing_text(missing, timeout_s), TimeoutError)
-            pause.take()
         self._answer({"values": sorted(found.items())}, self._numbers)
         return found
 
@@ -257,8 +255,7 @@ class ProcessAllGather:
 
     def _run_member(self, timeout_s):
         self._write_own()
-        pause = _Pause(timeout_s, len(self._others))
-        while True:
+        for is_over in self._polls(timeout_s):
             how = self._lost(self._coordinator)
             # The coordinator's message must be read before the answer. A coordinator
             # that restarts first answers with the failure and then writes a new number.
@@ -273,19 +270,29 @@ class ProcessAllGather:
                     f"initialize_ub: process {self._coordinator} {how}."
                 )
             waiting = self._repeat(coordinator)
-            if pause.is_over():
+            if is_over:
                 # If the coordinator waits for no other process, the missing process is
                 # the coordinator.
                 missing = [other for other in waiting if other != self._process]
                 missing = missing or [self._coordinator]
                 raise TimeoutError(_missing_text(missing, timeout_s))
-            pause.take()
         self._is_confirmed = True
         answer = answers[-1]
         if "failed" in answer:
             self._failure = answer
             raise _kind_of(answer)(answer["failed"])
         return {int(process): value for process, value in answer["values"]}
+
+    def _polls(self, timeout_s):
+        """Yields whether the deadline has passed. Pauses twice as long each time."""
+        end_s = time.monotonic() + timeout_s
+        pause_s = _PAUSE_S_PER_PROCESS
+        while True:
+            left_s = end_s - time.monotonic()
+            yield left_s <= 0
+            time.sleep(max(0.0, min(pause_s, left_s)))
+            longest_s = _PAUSE_S_PER_PROCESS * len(self._others)
+            pause_s = min(2 * pause_s, max(_LONGEST_PAUSE_S, longest_s))
 
     def _repeat(self, message):
         """Writes the coordinator's random number to the store, as acknowledgment.
@@ -311,23 +318,6 @@ class ProcessAllGather:
             **(failure or {}),
         }
         self._store.write(str(self._process), json.dumps(message))
-
-
-class _Pause:
-    """Pauses between polls, twice as long each time, until a deadline."""
-
-    def __init__(self, timeout_s, num_others):
-        self._end_s = time.monotonic() + timeout_s
-        self._next_s = _PAUSE_S_PER_PROCESS
-        self._longest_s = max(_LONGEST_PAUSE_S, _PAUSE_S_PER_PROCESS * num_others)
-
-    def is_over(self):
-        return time.monotonic() >= self._end_s
-
-    def take(self):
-        left_s = max(0.0, self._end_s - time.monotonic())
-        time.sleep(min(self._next_s, left_s))
-        self._next_s = min(2 * self._next_s, self._longest_s)
 
 
 def _read(store, key):

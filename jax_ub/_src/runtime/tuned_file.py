@@ -179,7 +179,8 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
             "tuning for it: python -m jax_ub tune --output FILE"
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
-    return TunedTable(_digest(by_case), by_case)
+    text = "\n".join(sorted(map(str, by_case.items())))
+    return TunedTable(hashlib.sha256(text.encode()).hexdigest()[:16], by_case)
 
 
 def process_table() -> TunedTable | None:
@@ -229,11 +230,6 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "of a source tree"
-
-
-def _digest(by_case):
-    entries = sorted(map(str, by_case.items()))
-    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
 
 
 def _read_environment(tuning):
