@@ -170,6 +170,39 @@ def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatc
     communicators.check_shared(device_groups(groups=((1, 0), (3, 2)), capacity=1001))
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "others", "share"),
+    [
+        (64, ["own"], 32),  # no quota: only the cores are divided
+        (8, ["own"], 4),
+        (8, ["another"], 8),
+        (3, ["own"], 1),
+        (2, ["own"] * 3, 1),
+    ],
+)
+def test_a_cpu_quota_is_divided_by_the_processes_that_share_it(
+    num_threads, others, share, monkeypatch
+):
+    received = []
+    fake = types.SimpleNamespace(
+        set_num_threads=lambda *given: received.append(given[:1]),
+        default_num_threads=lambda: num_threads,
+        has_engine=lambda: True,
+    )
+    monkeypatch.delenv("JAX_UB_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu_engine, "load", lambda: fake)
+    cores = list(range(64))
+    monkeypatch.setattr(hosts, "cores", lambda: cores)
+    info = {"host": hosts.identity(), "cores": cores}
+    peer_info = {
+        process: {**info, "control_groups": name}
+        for process, name in enumerate(["own", *others])
+    }
+    connection_attempt._share_cores(device_groups(), peer_info)
+    communicators.disconnect_all_but(())
+    assert received == [(share,), (num_threads,)]
+
+
 def test_an_axis_of_fewer_processes_leaves_the_others_their_cores(monkeypatch):
     received = []
     fake = types.SimpleNamespace(

@@ -41,22 +41,6 @@ def test_cores_are_divided_by_those_that_may_use_them(own, others, share):
     assert hosts.thread_share(own, [own, *others]) == share
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "num_cores", "num_processes", "share"),
-    [
-        (64, 64, 1, 64),
-        (64, 64, 2, 64),  # no quota: the cores are divided elsewhere
-        (8, 64, 2, 4),
-        (3, 64, 2, 1),
-        (2, 64, 4, 1),
-    ],
-)
-def test_a_cpu_quota_is_divided_by_the_processes_that_share_it(
-    num_threads, num_cores, num_processes, share
-):
-    assert hosts.quota_share(num_threads, num_cores, num_processes) == share
-
-
 def test_without_proc_the_control_groups_are_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "_CONTROL_GROUPS", tmp_path / "none")
     assert hosts.control_groups() == ""

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ub._src import errors
-from jax_ub._src.errors import ConfigurationError, shown
+from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import cpu_engine, cuda_engine, settings
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
@@ -65,29 +65,6 @@ class DeviceGroups:
     # CUDA ordinals of this process's GPUs, keyed by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
     client: Any = None  # XLA's client of the ranks in this process, if there are any
-
-    @classmethod
-    def of(
-        cls,
-        devices: Sequence[jax.Device],
-        groups: tuple[Group, ...],
-        axes: tuple[str, ...],
-        capacity: int,
-        num_slots: int,
-    ) -> "DeviceGroups":
-        """Returns the groups of ranks along mesh axes, with properties of `devices`."""
-        own = [d for d in devices if d.process_index == jax.process_index()]
-        return cls(
-            groups,
-            process_of={device.id: device.process_index for device in devices},
-            process=jax.process_index(),
-            platform=cuda_engine.platform_of(devices[0]),
-            capacity=capacity,
-            num_slots=num_slots,
-            name=f"initialize_ub(axis_name={shown(axes)})",
-            ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
-            client=own[0].client if own else None,
-        )
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -63,13 +63,11 @@ def _share_cores(device_groups, peer_info: Values):
     cores = [info["cores"] for info in on_host.values()]
     control_groups = [info["control_groups"] for info in on_host.values()]
     index = list(on_host).index(device_groups.process)
-    num_sharing_quota = control_groups.count(control_groups[index])
-    num_threads = min(
-        hosts.thread_share(own_cores, cores),
-        hosts.quota_share(
-            cpu_engine.load().default_num_threads(), len(own_cores), num_sharing_quota
-        ),
-    )
+    num_threads = hosts.thread_share(own_cores, cores)
+    alone = cpu_engine.load().default_num_threads()
+    if alone < len(own_cores):  # a CPU quota, which the control group shares
+        num_sharing_quota = control_groups.count(control_groups[index])
+        num_threads = min(num_threads, max(1, alone // num_sharing_quota))
     cpu_set = hosts.process_cpu_set(own_cores, cores, index)
     communicators.limit_cores(len(on_host), num_threads, cpu_set)
 

@@ -77,22 +77,6 @@ def control_groups() -> str:
         return ""
 
 
-def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
-    """Returns how many threads each of the processes that share a CPU quota may use.
-
-    Args:
-        num_threads: what the quota and the cores allow one process alone.
-        num_cores: the cores that this process may run on.
-        num_processes: the processes on the host that share the quota.
-
-    Returns:
-        At least one; `num_threads` if no quota limits it to less than the cores.
-    """
-    if num_threads >= num_cores:
-        return num_threads
-    return max(1, num_threads // num_processes)
-
-
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
     """Returns how many threads this process may use on a host that several share.
 

@@ -19,7 +19,7 @@ from jax_ub._src.config.overlap_config import (
 from jax_ub._src.config.ub_cfgs import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
-from jax_ub._src.runtime import registry, settings, tuned_file
+from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_file
 from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
@@ -220,18 +220,23 @@ def make_initialized_axis(
                 is_configured=name in entries,
             )
     devices = list(mesh.devices.flat)
+    own = [d for d in devices if d.process_index == jax.process_index()]
     splits = (overlap.config.num_splits for overlap in found.values())
     num_chunks = tp_size * max(DEFAULT_SPLITS, *splits)
-    device_groups = DeviceGroups.of(
-        devices,
+    device_groups = DeviceGroups(
         rank_groups(mesh, axes, [device.id for device in devices]),
-        axes,
+        process_of={device.id: device.process_index for device in devices},
+        process=jax.process_index(),
+        platform=cuda_engine.platform_of(devices[0]),
         # If the number of ranks and splits does not divide the rows, every slot has the
         # size of the largest chunk, so that each chunk needs at most one more row.
         capacity=(shape[0] + num_chunks) * shape[1],
         # The number of receive buffers (slots) per rank. An all-reduce needs most: one
         # per chunk for its reduce-scatter, and one per chunk for its all-gather.
         num_slots=2 * num_chunks,
+        name=f"initialize_ub(axis_name={shown(axes)})",
+        ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
+        client=own[0].client,
     )
     return InitializedAxis(
         axes, tp_size, shape, dtype, tuple(modes), found, device_groups, choices
