@@ -40,15 +40,12 @@ def connect(
             not connect, or if there is not enough memory.
         TimeoutError: if processes did not arrive before the deadline.
     """
-    global _generation
-    attempt = ConnectionAttempt(device_groups, _generation)
+    attempt = ConnectionAttempt(device_groups)
     try:
         peer_info = attempt.connect_jointly(all_gather, agreed_settings)
     except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
         attempt.close()
         raise
-    finally:
-        _generation = max(_generation, attempt.generation)
     communicators.add(attempt.made)
     if device_groups.platform == "cpu" and len(peer_info) > 1:
         _share_cores(device_groups, peer_info)
@@ -79,13 +76,11 @@ class ConnectionAttempt:
 
     Attributes:
         made: the connections, including those of groups that cannot be connected.
-        generation: the last communicator generation that this process agreed on.
     """
 
-    def __init__(self, device_groups: DeviceGroups, generation: int):
+    def __init__(self, device_groups: DeviceGroups):
         """Selects the groups of ranks that have no connection yet."""
         self.made: list[Connection] = []
-        self.generation = generation
         self._device_groups = device_groups
         self._setup = transport_setup_of(device_groups)
         self._endpoints: dict[Group, Any] = {}
@@ -95,16 +90,15 @@ class ConnectionAttempt:
         self._groups = [g for g in groups if (platform, g) not in connected]
 
     def connect_jointly(
-        self,
-        all_gather: ProcessAllGather,
-        agreed_settings: Mapping[str, str],
+        self, all_gather: ProcessAllGather, agreed_settings: Mapping[str, str]
     ) -> Values:
         """Implements `connect`; returns the handshake values by process index."""
+        global _generation
         error = self._open_endpoints()
         peer_info = all_gather.gather(self._handshake(agreed_settings), error)
         # Each process proposes the generation after that of its last communicator.
         # The maximum of the proposals is new to all processes.
-        self.generation = max(one["generation"] for one in peer_info.values())
+        _generation = max(one["generation"] for one in peer_info.values())
         if len({one["hash"] for one in peer_info.values()}) > 1:
             settings_of = all_gather.gather(dict(agreed_settings))
             all_gather.gather(None, _difference(settings_of))
@@ -160,7 +154,7 @@ class ConnectionAttempt:
     def _handshake(self, agreed_settings):
         text = json.dumps(dict(agreed_settings), sort_keys=True)
         return {
-            "generation": self.generation + 1,
+            "generation": _generation + 1,
             "hash": hashlib.sha256(text.encode()).hexdigest(),
             "host": hosts.identity(),
             "cores": hosts.cores(),
@@ -188,14 +182,12 @@ class ConnectionAttempt:
         if reason is None and groups.has_local_rank(group):
             endpoint = self._endpoints.pop(group) if spans_processes else None
             try:
-                communicator = self._setup.connect(
-                    group, endpoint, infos, self.generation
-                )
+                communicator = self._setup.connect(group, endpoint, infos, _generation)
             except NotImplementedError as error:
                 reason = str(error)
         return Connection(
             *(group, groups.platform, processes, reason, communicator),
-            generation=self.generation,
+            generation=_generation,
             call_bytes=groups.call_bytes,
             client=groups.client,
         )
