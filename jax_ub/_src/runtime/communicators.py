@@ -81,11 +81,6 @@ class DeviceGroups:
         return any(map(self.spans_processes, self.groups))
 
     @property
-    def processes(self) -> list[int]:
-        """Returns the indices of the processes that have a rank, in ascending order."""
-        return sorted({self.process_of[i] for group in self.groups for i in group})
-
-    @property
     def call_bytes(self) -> int:
         """Returns the size of a rank's memory that its peers can access, in bytes."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
