@@ -77,7 +77,8 @@ class ProcessAllGather:
         self._coordinator = min(processes)
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
-        self._rounds: list[Any] = []
+        # By round: the value of this process, and the text of its error or None.
+        self._rounds: list[tuple[Any, str | None]] = []
         # The message that reports a failure, once one has been found or received.
         self._failure: dict[str, Any] = {}
         # Whether a round has ended with an error that all processes raise.
@@ -182,7 +183,7 @@ class ProcessAllGather:
                 raised.
         """
         failed = None if error is None else self._describe(error)["failed"]
-        self._rounds.append([value, failed])
+        self._rounds.append((value, failed))
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         is_coordinator = self._process == self._coordinator
         run = self._run_coordinator if is_coordinator else self._run_member
