@@ -7,6 +7,7 @@ lines of `initialize_ub` between them.
 """
 
 import gc
+import linecache
 import pathlib
 import random
 import sys
@@ -36,12 +37,19 @@ def interrupted(call, line, begin):
     left = [line]
     has_begun = [False]
     has_raised = [False]
+    previous = {}  # the line that each frame has executed last
 
     def trace(frame, event, _):
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         has_begun[0] |= frame.f_code.co_name == begin
-        if event == "line" and has_begun[0]:
+        # Python traces the line of a `with` again when its body ends. It handles no
+        # signal between the body and `__exit__`, so it is not interrupted there.
+        number = frame.f_lineno
+        text = linecache.getline(frame.f_code.co_filename, number).lstrip()
+        ends_with = text.startswith("with ") and previous.get(frame, 0) > number
+        previous[frame] = number
+        if event == "line" and has_begun[0] and not ends_with:
             left[0] -= 1
             if left[0] < 0 and not has_raised[0]:
                 has_raised[0] = True
