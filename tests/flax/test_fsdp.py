@@ -224,10 +224,11 @@ def test_linen_models_are_created_sharded_by_their_rules(ours, types):
 
 
 @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
-def test_a_scan_over_layers_keeps_no_gathered_kernels(types):
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_scan_over_layers_keeps_no_gathered_kernels(types, main_grad):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of(types)):
-        graph, state = nnx.split(block(fsdp_axes="fsdp"))
+        graph, state = nnx.split(block(fsdp_axes="fsdp", main_grad=main_grad))
 
         def stack(array):
             layout = P(None, *array.sharding.spec)

@@ -31,7 +31,6 @@ from jax_ub._src.rules.operands import (
     pcast_main_grad,
     pcast_operands,
     result_sharding,
-    whole_main_grads,
     with_dtypes,
 )
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
@@ -458,7 +457,6 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
     claim_main_grads(label, main_grads, ws)
     claim_fp8_state(label, fp8_state)
-    main_grads = whole_main_grads(config, main_grads)
     config, layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
     config = with_dtypes(config, x, ws, dtype)
     sharding = result_sharding(config, x, ws[0])

@@ -1,4 +1,4 @@
-"""Operands of linear layers: checks, dtypes, mesh axes over which they vary, and FSDP.
+"""Operands of linear layers: checks, dtypes, and mesh axes over which they vary.
 
 An operand may be FP8, a `ScaledArray`. A `main_grad` is the f32 array to which a wgrad
 adds a kernel's gradient. Its cotangent is its new value: the old value plus the
@@ -6,7 +6,6 @@ gradient.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -365,48 +364,3 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
         )
 
     return shapes.mapped_with(main_grad, dy, text)
-
-
-def whole_main_grads(config: CallConfig, main_grads: Any) -> Any:
-    """Expands main_grads to the shape of whole kernels, if FSDP shards the kernels.
-
-    The backward pass reduce-scatters the accumulated gradients.
-    """
-    if config.shards is None:
-        return main_grads
-    spread = functools.partial(
-        _pad_with_zeros, axes=config.shards.axes, dim=config.shards.dim
-    )
-    return jax.tree.map(spread, main_grads)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Pads a shard of a gradient accumulator with zeros to the shape of the kernel.
-
-    The zeros are in the places of the peers' shards. Each rank adds its gradient to the
-    padded array, and the backward pass reduce-scatters the results, so every shard of
-    the main_grad is counted once.
-
-    Args:
-        main_grad: this rank's shard.
-        axes: the mesh axes that the main_grad is sharded over.
-        dim: the dimension that is sharded.
-    """
-    shape = list(main_grad.shape)
-    start = lax.axis_index(axes) * shape[dim]
-    shape[dim] *= lax.axis_size(axes)
-    zeros = jnp.zeros(shape, main_grad.dtype)
-    zeros = vma.pcast_varying(zeros, vma.axes_of(main_grad))
-    return lax.dynamic_update_slice_in_dim(zeros, main_grad, start, dim)
-
-
-def _pad_forward(main_grad, axes, dim):
-    return _pad_with_zeros(main_grad, axes, dim), None
-
-
-def _pad_backward(axes, dim, _, accumulated):
-    return (lax.psum_scatter(accumulated, axes, scatter_dimension=dim, tiled=True),)
-
-
-_pad_with_zeros.defvjp(_pad_forward, _pad_backward)

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.reference import sum_dtype
@@ -64,13 +65,12 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
-        wants_x = wants_dw and gathered is None
         values = map_scaled(without_source, values)
         # With an FP8 recipe, x already has this checkpoint name. With a second name, a
         # checkpoint policy would save x twice.
         x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
-            "x": residual_or_placeholder(wants_x, x_saved),
+            "x": residual_or_placeholder(wants_dw and gathered is None, x_saved),
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
@@ -92,6 +92,9 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         }
         dys, d_gathered = cotangents
         live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
+        biases, residual, main_grads = (
+            saved[name] for name in ("biases", "residual", "main_grads")
+        )
         of_whole = dataclasses.replace(config, shards=None)
         if config.shards is not None:
             # The barrier makes XLA gather the kernels only when dy is known. It also
@@ -99,18 +102,17 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             # would stay in memory until then.
             shards, _ = lax.optimization_barrier((saved["ws"], live))
             saved["ws"] = whole_kernels(config, shards)
+            saved["main_grads"] = _padded_with_zeros(config, main_grads)
         dx, dws, *state = gradients(of_whole, saved, live, d_gathered)
-        biases, residual, main_grads = (
-            saved[name] for name in ("biases", "residual", "main_grads")
-        )
         dbs = biases and tuple(
             row_sum(live[i]).astype(bias.dtype) if i in live else None
             for i, bias in enumerate(biases)
         )
         has_residual = residual is not None and bool(live)
         d_residual = live[0].astype(residual.dtype) if has_residual else None
+        dws = _reduce_scattered(config, dws)
         if main_grads is None:
-            dws = tuple(_reduce_scattered(config, dws.get(i)) for i in range(len(dys)))
+            dws = tuple(map(dws.get, range(len(dys))))
             return dx, dws, dbs, d_residual, None, *state
         # The cotangent of main_grad is the accumulated value. If dy is zero, this is
         # main_grad itself.
@@ -149,13 +151,33 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
     return tuple(map(whole, ws))
 
 
-def _reduce_scattered(config, dw):
-    """Reduce-scatters a kernel's gradient over the ranks among which FSDP shards it."""
+def _padded_with_zeros(config, main_grads):
+    """Pads shards of gradient accumulators with zeros to the shape of whole kernels.
+
+    The zeros are in the places of the peers' shards. Each rank adds its gradient to the
+    padded arrays, and these sums are reduce-scattered, so every shard of a main_grad is
+    counted once.
+    """
+    axes, dim = config.shards.axes, config.shards.dim
+
+    def padded(main_grad):
+        shape = list(main_grad.shape)
+        start = lax.axis_index(axes) * shape[dim]
+        shape[dim] *= lax.axis_size(axes)
+        zeros = jnp.zeros(shape, main_grad.dtype)
+        zeros = vma.pcast_varying(zeros, vma.axes_of(main_grad))
+        return lax.dynamic_update_slice_in_dim(zeros, main_grad, start, dim)
+
+    return jax.tree.map(padded, main_grads)
+
+
+def _reduce_scattered(config, dws):
+    """Reduce-scatters kernel gradients over the ranks among which FSDP shards them."""
     if config.shards is None:
-        return dw
+        return dws
     axes, dim = config.shards.axes, config.shards.dim
     return jax.tree.map(
-        lambda dw: lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True), dw
+        lambda dw: lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True), dws
     )
 
 
