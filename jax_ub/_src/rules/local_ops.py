@@ -75,15 +75,9 @@ def dgrad_add(
     shapes.check_float(op, residual=residual)
     wanted = (*dy.shape[:-1], w.shape[0])
     shapes.check_shape(op, "residual", residual, wanted, "[..., K] with dy's rows")
-    axes = config.axes(dy, w, residual)
-    sharding = jax.typeof(residual).sharding
-    dy, w, residual = vma.pcast_varying(vma.unsharded((dy, w, residual)), axes)
-    is_vector = dy.ndim == 1
-    if is_vector:
-        dy, residual = as_row(dy), residual[None]
-    with jax.disable_jit(False):  # see `vjp.differentiable`
-        dx = _dgrad_add(config, dy, w, residual)
-    return vma.with_sharding(dx[0] if is_vector else dx, sharding)
+    if dy.ndim == 1:
+        return _dgrad_add(config, as_row(dy), w, residual[None])[0]
+    return _dgrad_add(config, dy, w, residual)
 
 
 def _check_scales(op, **operands):
@@ -112,7 +106,8 @@ def _differentiable(compute, *names):
     """Makes a function differentiable, by the gradients of the same call in plain JAX.
 
     Operands that are FP8 are dequantized for the gradients, which their `source`
-    receives. `names` are the names of all operands.
+    receives. `names` are the names of all operands. The result has the sharding of the
+    last operand.
     """
     rule = jax.custom_vjp(compute, nondiff_argnums=(0,))
 
@@ -132,7 +127,16 @@ def _differentiable(compute, *names):
         )
 
     rule.defvjp(forward, backward, symbolic_zeros=True)
-    return jax.jit(rule, static_argnums=0, inline=True)
+    jitted = jax.jit(rule, static_argnums=0, inline=True)
+
+    def call(config, *operands):
+        sharding = jax.typeof(operands[-1]).sharding
+        axes = config.axes(*operands)
+        operands = vma.pcast_varying(vma.unsharded(operands), axes)
+        with jax.disable_jit(False):  # see `vjp.differentiable`
+            return vma.with_sharding(jitted(config, *operands), sharding)
+
+    return call
 
 
 def _cotangent(operand, gradient):
@@ -190,14 +194,9 @@ def wgrad_accumulate(
     shapes.check_shape(op, "dy", values_of(dy), rows, "[..., N] with x's rows")
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
-    axes = config.axes(x, dy, main_grad)
-    sharding = jax.typeof(main_grad).sharding
-    x, dy, main_grad = vma.pcast_varying(vma.unsharded((x, dy, main_grad)), axes)
     if x.ndim == 1:
         x, dy = as_row(x), as_row(dy)
-    with jax.disable_jit(False):  # see `vjp.differentiable`
-        total = _wgrad_accumulate(config, x, dy, main_grad)
-    return vma.with_sharding(total, sharding)
+    return _wgrad_accumulate(config, x, dy, main_grad)
 
 
 def _compute_wgrad_accumulate(config, x, dy, main_grad):
