@@ -7,7 +7,7 @@ import jax
 
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
-from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.parallel import COLUMN, ROW, ParallelMode, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce, bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul
@@ -17,7 +17,6 @@ from jax_ub._src.rules.forward import (
     all_gather,
     bulk_all_gather,
     column_forward,
-    dgrad_config,
     reduce_scatter,
     row_forward,
 )
@@ -118,7 +117,8 @@ def _column_dgrad(config, dys, ws, d_gathered):
     if ws is None:
         return None
     residual = _scattered(config, ws, d_gathered, sum_dtype(config.dtype))
-    (dx,), _ = row_forward(dgrad_config(config, ROW), dys, ws, residual=residual)
+    product = _dgrad_config(config, mode_of(ROW, True))
+    (dx,), _ = row_forward(product, dys, ws, residual=residual)
     return dx
 
 
@@ -202,9 +202,9 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
     if ws is not None:
-        product = dgrad_config(
+        product = _dgrad_config(
             dgrad,
-            COLUMN,
+            mode_of(COLUMN, True),
             out_dtype=config.dtype if residual is None else residual.dtype,
             returns_gathered=x is not None and dgrad.materializes_gather,
         )
@@ -232,16 +232,25 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
         # If all ranks have the same x, each rank computes only a part of dx from its
         # shard of the kernel. A GEMM with an all-reduce sums the parts of all ranks.
         replicated = config.is_x_replicated
-        product = dgrad_config(
+        product = _dgrad_config(
             config.dgrad if replicated else config,
-            ROW if replicated else None,
-            sequence_parallel=False,
+            mode_of(ROW if replicated else None, False),
             out_dtype=config.dtype if residual is None else residual.dtype,
         )
         (dx,), _ = row_forward(product, dy, ws, residual=residual)
     if x is None:
         return dx, ()
     return dx, kernel_gradients(config, config.local, x, (dy,), main_grads)
+
+
+def _dgrad_config(config: CallConfig, mode: ParallelMode, **fields) -> CallConfig:
+    """Returns the settings of a dgrad: the forward pass of `mode`, kernels transposed.
+
+    `fields` replace other settings.
+    """
+    return dataclasses.replace(
+        config, mode=mode, rhs_transposed=not config.rhs_transposed, **fields
+    )
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:

@@ -11,7 +11,6 @@ once. Each rank's partial sums are rounded once, and added in f32, in rank order
 """
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,7 +23,6 @@ from jax import lax
 from jax_ub._src import checks, dtypes, lowering_log, reference
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
-from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import collectives, matmuls, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.scales import Operand, packed, unpacked
@@ -164,29 +162,6 @@ def row_forward(
 
 def _options(config) -> dict[str, Any]:
     return {"rhs_transposed": config.rhs_transposed, "scale": config.scale}
-
-
-def dgrad_config(
-    config: CallConfig,
-    parallel: str | None,
-    *,
-    sequence_parallel: bool = True,
-    **fields,
-) -> CallConfig:
-    """Returns the settings of a dgrad: a forward pass on transposed kernels.
-
-    Args:
-        config: the settings of the pass.
-        parallel: with `sequence_parallel`, the mode whose forward pass is the product.
-        sequence_parallel: see `parallel`.
-        **fields: other fields to replace.
-    """
-    return dataclasses.replace(
-        config,
-        mode=mode_of(parallel, sequence_parallel),
-        rhs_transposed=not config.rhs_transposed,
-        **fields,
-    )
 
 
 def is_replicated(config: CallConfig, x: Any) -> bool:
