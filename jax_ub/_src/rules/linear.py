@@ -24,7 +24,6 @@ from jax_ub._src.rules.forward import (
 from jax_ub._src.rules.operands import (
     as_row,
     as_tuple,
-    check_all_scaled,
     check_operands,
     claim_fp8_state,
     claim_main_grads,
@@ -442,7 +441,6 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     shapes.check_flag(label, "rhs_transposed", rhs_transposed)
     is_tuple = config.mode.gathers_x and isinstance(w, tuple)
     ws: Any = w if is_tuple else (w,)
-    check_all_scaled(label, x, ws, has_recipe=fp8 is not None)
     config, scope = with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,

@@ -57,6 +57,10 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         raise ShapeContractError(
             f"{label}: w is an empty tuple. Pass at least one kernel."
         )
+    operands = by_name(x, ws)
+    if config.fp8 is not None:  # the recipe quantizes x, and the kernels may be FP8
+        have_scales(label, x=operands.pop("x"))
+    have_scales(label, **operands)
     shapes.check_rank(label, "x", values_of(x))
     if_transposed = (
         "w is read as [out, in]: leave out rhs_transposed."
@@ -149,19 +153,6 @@ def have_scales(label: str, **operands: Any) -> bool:
     raise ShapeContractError(
         f"{label}: {fp8} is FP8, {wide[0]} is {dtype}. Quantize both or neither."
     )
-
-
-def check_all_scaled(
-    label: str, x: Any, ws: tuple[Any, ...], *, has_recipe: bool
-) -> None:
-    """Raises an error if only some operands of a layer are FP8.
-
-    With a recipe, which quantizes x, the kernels may be FP8.
-    """
-    operands = by_name(x, ws)
-    if has_recipe:
-        have_scales(label, x=operands.pop("x"))
-    have_scales(label, **operands)
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
