@@ -6,7 +6,7 @@ used.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 from jax_ub._src import checks
 from jax_ub._src.errors import (
     ConfigurationError,
-    ShapeContractError,
     UnknownArgumentError,
     UnknownNameError,
     nearest,
@@ -196,39 +195,6 @@ def check(op: str, **options: Any) -> None:
     for name, value in options.items():
         if name in _CHECKS:
             _CHECKS[name](op, name, value)
-
-
-def promoted(
-    op: str, promote: Callable[[], Any], given: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Casts arrays to one dtype by a layer's `promote_dtype`, and checks the results.
-
-    Args:
-        op: the layer's name, for errors.
-        promote: a function without arguments that calls `promote_dtype`.
-        given: the arrays that are promoted, some of which may be None.
-
-    Returns:
-        One array for each array of `given`, and None for None.
-    """
-    try:
-        arrays = promote()
-    except (TypeError, ValueError) as error:
-        dtypes = [str(array.dtype) for array in given if array is not None]
-        raise ShapeContractError(
-            f"{op}: promote_dtype failed for inputs, kernel and bias of {dtypes}: "
-            f"{shown(str(error))}. Convert the inputs, or pass dtype=."
-        ) from error
-    fits = isinstance(arrays, tuple | list) and len(arrays) == len(given)
-    if not fits or not all(
-        after is None if before is None else checks.is_array(after)
-        for before, after in zip(given, arrays, strict=True)
-    ):
-        raise ShapeContractError(
-            f"{op}: promote_dtype returned {shown(arrays)}, not an array for each of "
-            f"the {len(given)} that it was given. Pass a function as in flax."
-        )
-    return tuple(arrays)
 
 
 def _is_float_dtype(value):

@@ -20,6 +20,7 @@ from jax_ub._src.flax.linear import (
     apply_layers,
     apply_with_residual,
     inner_linear,
+    parameter_value,
 )
 from jax_ub._src.flax.norm_layers import LayerNormMLP, apply_norm, normalize
 from jax_ub._src.flax.options import (
@@ -285,7 +286,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         """
         arrays = [inputs_q]
         if isinstance(self.query, Linear):  # the user may have replaced it
-            arrays.insert(0, self.query._kernel_values())
+            arrays = [*jax.tree.leaves(parameter_value(self.query.kernel)), inputs_q]
         self.core.check_heads(self.num_heads, self.num_kv_heads, *arrays)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)

@@ -1,7 +1,6 @@
 """The nnx layer `Linear`, and `MainGrad`, its accumulator of gradients."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,14 +19,13 @@ from jax_ub._src.flax.options import (
     FixedArguments,
     LinearOptions,
     as_sizes,
-    check_quantized,
+    promoted,
     read_sizes,
     userbuffers_name,
-    with_source,
 )
 from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
-from jax_ub._src.scaled_array import is_scaled, source_of, values_of
+from jax_ub._src.scaled_array import is_scaled
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 from jax_ub._src.sharding.specs import check_context
@@ -336,36 +334,21 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
 
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
-        checks.check_array(self.sharding_layout.op, "x", inputs)
-        kernel, bias = self._checked_parameters()
-        given = (inputs, source_of(kernel), bias)
-        arguments.check(self.sharding_layout.op, promote_dtype=self.promote_dtype)
-        promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
+        op = self.sharding_layout.op
+        checks.check_array(op, "x", inputs)
+        arguments.check(op, promote_dtype=self.promote_dtype)
+        operands = promoted(
+            self.sharding_layout,
+            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
+            inputs,
+            parameter_value(self.kernel),
+            None if self.bias is None else parameter_value(self.bias),
+        )
         main_grad = None if self.main_grad is None else self.main_grad[...]
         state = None if self.fp8_state is None else self.fp8_state.arrays()
-        x, source, bias = arguments.promoted(self.sharding_layout.op, promote, given)
-        operands = (x, with_source(kernel, source), bias, main_grad, state)
         num_in = len(as_sizes(self.in_features))
         options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
-        return self._call_layout(), operands, options
-
-    def _checked_parameters(self) -> tuple[Any, Any]:
-        """Returns kernel and bias; raises an error if they are FP8 but must not be."""
-        kernel, bias = (
-            each.get_value() if isinstance(each, nnx.Variable) else each
-            for each in (self.kernel, self.bias)
-        )
-        layout = self.sharding_layout
-        check_quantized(layout.op, layout.fp8, kernel, bias)
-        # Flax gives an array, but no ScaledArray, by indexing.
-        if not is_scaled(kernel):
-            kernel = self.kernel[...]
-        return kernel, None if self.bias is None else self.bias[...]
-
-    def _kernel_values(self) -> jax.Array:
-        """Returns the kernel, or its values if it is FP8."""
-        kernel, _ = self._checked_parameters()
-        return values_of(kernel)
+        return self._call_layout(), (*operands, main_grad, state), options
 
     def _call_layout(self):
         """Returns the sharding layout, with FSDP axes from the kernel's metadata.
@@ -387,6 +370,16 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         if is_whole and jax.sharding.get_abstract_mesh().manual_axes:
             layout = dataclasses.replace(layout, fsdp_axes=())
         return layout
+
+
+def parameter_value(parameter: Any) -> Any:
+    """Returns the array of a parameter that is an nnx variable or was set to an array.
+
+    Flax gives an array, but no `ScaledArray`, by indexing.
+    """
+    is_variable = isinstance(parameter, nnx.Variable)
+    value = parameter.get_value() if is_variable else parameter
+    return value if is_scaled(value) else parameter[...]
 
 
 def inner_linear(

@@ -20,15 +20,13 @@ from jax_ub._src.flax.options import (
     LinearOptions,
     as_sizes,
     check_flags,
-    check_quantized,
+    promoted,
     read_sizes,
     userbuffers_name,
-    with_source,
 )
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.primitives import vma
-from jax_ub._src.scaled_array import source_of
 from jax_ub._src.sharding.layout import PickledMeshes, ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
@@ -212,12 +210,9 @@ class Linear(TensorParallel):
         checks.check_rank(layout.op, "x", inputs, 1)
         num_in = self._num_in(inputs.ndim)
         kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
-        check_quantized(layout.op, layout.fp8, kernel, bias)
-        given = (inputs, source_of(kernel), bias)
-        promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
-        x, source, bias = arguments.promoted(layout.op, promote, given)
-        operands = (x, with_source(kernel, source), bias, *others)
-        return layout, operands, {"num_in": num_in}
+        promote_dtype = functools.partial(self.promote_dtype, dtype=self.dtype)
+        operands = promoted(layout, promote_dtype, inputs, kernel, bias)
+        return layout, (*operands, *others), {"num_in": num_in}
 
     @nn.compact
     def parameters(

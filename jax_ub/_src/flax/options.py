@@ -22,8 +22,8 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
-from jax_ub._src.scaled_array import ScaledArray, is_scaled
-from jax_ub._src.sharding.layout import resolve_parallel
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
+from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 
 
 class LinearOptions(TypedDict, total=False):
@@ -79,7 +79,7 @@ def check_flags(op: str, options: LinearOptions) -> None:
     )
 
 
-def check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
+def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
     """Raises an error if a layer's bias is FP8, or its kernel and there is no recipe.
 
     With a recipe, the kernel may come from `quantize_params`. It then has one scale per
@@ -102,11 +102,37 @@ def check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None
             )
 
 
-def with_source(kernel: Any, source: Any) -> Any:
-    """Returns the cast kernel of a layer; if `kernel` is FP8, it gets a cast source."""
-    if not is_scaled(kernel):
-        return source
-    return ScaledArray(kernel.values, kernel.scales, source)
+def promoted(
+    layout: ShardingLayout, promote_dtype: Callable[..., Any], x: Any, kernel, bias
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Returns `promote_dtype(x, kernel, bias)`, after checks of the arrays.
+
+    An FP8 kernel keeps its values, and its source is cast.
+    """
+    op = layout.op
+    _check_quantized(op, layout.fp8, kernel, bias)
+    given = (x, source_of(kernel), bias)
+    try:
+        arrays = promote_dtype(*given)
+    except (TypeError, ValueError) as error:
+        dtypes = [str(array.dtype) for array in given if array is not None]
+        raise ShapeContractError(
+            f"{op}: promote_dtype failed for inputs, kernel and bias of {dtypes}: "
+            f"{shown(str(error))}. Convert the inputs, or pass dtype=."
+        ) from error
+    fits = isinstance(arrays, tuple | list) and len(arrays) == len(given)
+    if not fits or not all(
+        after is None if before is None else checks.is_array(after)
+        for before, after in zip(given, arrays, strict=True)
+    ):
+        raise ShapeContractError(
+            f"{op}: promote_dtype returned {shown(arrays)}, not an array for each of "
+            f"the {len(given)} that it was given. Pass a function as in flax."
+        )
+    x, source, bias = arrays
+    if is_scaled(kernel):
+        return x, ScaledArray(kernel.values, kernel.scales, source), bias
+    return x, source, bias
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
