@@ -8,7 +8,7 @@ dequantized to this dtype first. All-gathered operands and residuals are FP8.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,46 +48,36 @@ from jax_ub._src.scaled_array import (
 )
 
 
-def _check_ranks(config: CallConfig) -> None:
-    """Raises an error for FP8 operands if the ranks are an axis of `jax.vmap`.
-
-    JAX differentiates such calls without the `custom_vjp`, which FP8 operands need.
-    """
-    if config.is_mapped:
-        raise UnsupportedOverlapError(
-            f"{config.label}: FP8 operands over {config.axis_name}, an axis of "
-            "jax.vmap. Use jax.shard_map."
-        )
-
-
 def _with_scalar_scales(
     config: CallConfig,
     x: ScaledArray,
     ws: tuple[ScaledArray, ...],
-    agreed: Collection[str] = (),
+    *,
+    is_x_agreed: bool = False,
+    is_w_agreed: bool = False,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Reshapes per-tensor FP8 scales to scalars, unless ranks may have different ones.
 
     If a scale of a gathered or contracted tensor may differ, it keeps its shape, and
-    belongs to the rows of its rank. A recipe has made the scales of the operands in
-    `agreed`, "x" and "w", equal on all ranks.
+    belongs to the rows of its rank. An operand is agreed if a recipe has made its scale
+    equal on all ranks.
     """
-    communicates = config.mode.op != "matmul"
 
-    def scalar(name, operand, axis, is_shared):
+    def scalar(operand, axis, may_differ):
         # Operands without a recipe may have a different scale on each rank, also if an
         # operand has only one row or column.
-        may_differ = name not in agreed and (
+        differs = may_differ and (
             is_per_row(operand, axis)
             or bool(frozenset(config.axis_name) & vma.axes_of(operand.scales))
         )
-        keeps = operand.scaling != "tensor" or (is_shared and may_differ)
+        keeps = operand.scaling != "tensor" or differs
         return operand if keeps else with_scalar_scale(operand)
 
+    communicates = config.mode.op != "matmul"
     shares_w = communicates and not config.mode.gathers_x
-    w_axis = config.contracted_dim
-    x = scalar("x", x, x.ndim - 1, communicates)
-    return x, tuple(scalar("w", w, w_axis, shares_w) for w in ws)
+    x = scalar(x, x.ndim - 1, communicates and not is_x_agreed)
+    w_axis, may_differ = config.contracted_dim, shares_w and not is_w_agreed
+    return x, tuple(scalar(w, w_axis, may_differ) for w in ws)
 
 
 def scaled_gradients(
@@ -162,29 +152,28 @@ def quantized(
         gradients of the results, or None. They are () if the operands are not FP8.
     """
     label, recipe = config.label, config.fp8
+    if recipe is None and state is not None:
+        raise ConfigurationError(
+            f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out fp8_state."
+        )
+    if recipe is None and not is_scaled(x):
+        return x, ws, ()
+    if config.is_mapped:
+        # JAX differentiates the call without the `custom_vjp`, which FP8 operands need.
+        raise UnsupportedOverlapError(
+            f"{label}: FP8 operands over {config.axis_name}, an axis of jax.vmap. Use "
+            "jax.shard_map."
+        )
     if recipe is None:
-        if state is not None:
-            raise ConfigurationError(
-                f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out "
-                "fp8_state."
-            )
-        if not is_scaled(x):
-            return x, ws, ()
-        _check_ranks(config)
         return *_with_scalar_scales(config, x, ws), (None,)
     check_layer_recipe(label, recipe)
-    wide = by_name(x, ws)
-    agreed = {"x", "w"} if has_one_scale(recipe) else set()
+    # The caller may have quantized the kernels, once for several calls.
+    given = ws if all(map(is_scaled, ws)) else ()
+    wide = by_name(x, () if given else ws)
     if INPUT not in roles:
         # x was quantized before this call, perhaps by another recipe, and the ranks may
         # have different scales of x.
         del wide["x"]
-        agreed.discard("x")
-    given = ws if all(map(is_scaled, ws)) else ()
-    if given:
-        # The caller has quantized the kernels, once for several calls.
-        wide = {name: operand for name, operand in wide.items() if name == "x"}
-        agreed.discard("w")
     for name, operand in wide.items():
         if is_scaled(operand):
             raise ShapeContractError(
@@ -205,8 +194,14 @@ def quantized(
     ws = given or ws
     for w in given:
         _check_given_kernel(config, x, w)
-    _check_ranks(config)
-    x, ws = _with_scalar_scales(config, x, ws, agreed)
+    has_one = has_one_scale(recipe)
+    x, ws = _with_scalar_scales(
+        config,
+        x,
+        ws,
+        is_x_agreed=has_one and INPUT in roles,
+        is_w_agreed=has_one and not given,
+    )
     # The forward pass reads the arrays that `checkpoint_name` returns. If a policy of
     # `jax.checkpoint` saves these, the backward pass does not quantize the operands
     # again.
