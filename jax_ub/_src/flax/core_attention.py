@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -121,12 +120,11 @@ class CoreAttention:
             if positions is None:
                 positions = jnp.arange(q.shape[-3])
             q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
-        lead = q.shape[:-3]
-        batch = math.prod(lead)  # not -1: reshape cannot infer it if an array is empty
+        *lead, _, _, _ = q.shape
         if mask is not None:
             mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
-            mask = mask.reshape(batch, *mask.shape[-3:])
-        q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (q, k, v))
+            mask = lax.collapse(mask, 0, len(lead))
+        q, k, v = (lax.collapse(x, 0, len(lead)) for x in (q, k, v))
         if dropout_key is None:
             attention_fn = self.attention_fn or jax.nn.dot_product_attention
             y = attention_fn(q, k, v, mask=mask, is_causal=self.is_causal)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import arguments, dtypes, lowering_log
@@ -30,12 +30,7 @@ from jax_ub._src.sharding.layout import (
 )
 from jax_ub._src.sharding.matrices import as_matrix, merge_features, split_features
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
-from jax_ub._src.sharding.specs import (
-    explicit_axes,
-    indivisible_reason,
-    mapped_reason,
-    spec_over,
-)
+from jax_ub._src.sharding.specs import indivisible_reason, mapped_reason, spec_over
 
 _NO_MESH = (
     "no mesh is known here: call the layer under jax.set_mesh(mesh), or pass mesh= to "
@@ -356,8 +351,8 @@ class DotGeneral:
         layout = self._layout(mesh, contraction)
         layout.check_contraction(lhs, contraction.shape, num_in)
         layout.check_kernel_spec(contraction.spec, num_in)
-        is_typed = mesh is not None and not explicit_axes(mesh).isdisjoint(layout.axes)
-        if is_typed and self.kind == COLUMN:
+        explicit = () if mesh is None else mesh.explicit_axes
+        if self.kind == COLUMN and not set(explicit).isdisjoint(layout.axes):
             # In the type of the result, the first output dimension is sharded, so the
             # ranks must divide it.
             unsharded = dataclasses.replace(layout, fsdp_axes=())
@@ -390,7 +385,7 @@ def _whole_features(lhs, contraction):
     result is None if the mesh has no explicit axes, which need an output sharding.
     """
     sharding = jax.typeof(lhs).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    if not sharding.mesh.explicit_axes:
         return None
     lead = sharding.spec[: lhs.ndim - contraction.num_in]
     num_out = contraction.kernel.ndim - contraction.num_in
@@ -404,7 +399,7 @@ def _whole_tokens(lhs, layout):
     """
     sharding = jax.typeof(lhs).sharding
     axes = set(layout.axes)
-    if layout.parallel != COLUMN or axes.isdisjoint(explicit_axes(sharding.mesh)):
+    if layout.parallel != COLUMN or axes.isdisjoint(sharding.mesh.explicit_axes):
         return lhs
     spec = spec_over(sharding.spec, set(sharding.mesh.axis_names) - axes)
     return jax.sharding.reshard(lhs, sharding.update(spec=spec))

@@ -1,11 +1,9 @@
 """Reshapes activations and kernels of several dimensions to matrices, and back."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
@@ -14,10 +12,7 @@ from jax_ub._src.scaled_array import ScaledArray, is_scaled
 def merge_features(x: jax.Array, num_dims: int) -> jax.Array:
     """Merges the last `num_dims` dimensions of an array into one."""
     lead = x.ndim - num_dims
-    x = _sharded_only_along(x, range(lead + 1))
-    # The merged size is computed, because reshape cannot infer a size of -1 if the
-    # array is empty.
-    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+    return jax.lax.collapse(_sharded_only_along(x, range(lead + 1)), lead)
 
 
 def _sharded_only_along(array, dims):
@@ -41,20 +36,15 @@ def as_matrix(kernel: Any, num_in: int) -> Any:
         values = as_matrix(kernel.values, num_in)
         source = None if kernel.source is None else as_matrix(kernel.source, num_in)
         return ScaledArray(values, kernel.scales.reshape(()), source)
-    if kernel.ndim == 2:
-        return kernel
     kernel = _sharded_only_along(kernel, (0, num_in))
-    ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
-    # The kernel is reshaped in two steps, because with explicit axes a JAX reshape can
-    # merge dimensions in one place only.
-    rows, columns = math.prod(ins), math.prod(outs)
-    return kernel.reshape(rows, *outs).reshape(rows, columns)
+    # With explicit axes, a JAX reshape can merge dimensions in one place only.
+    return jax.lax.collapse(jax.lax.collapse(kernel, 0, num_in), 1)
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Reshapes y [..., N] to [..., *sizes]; the first of these is sharded like N."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    if not sharding.mesh.explicit_axes:
         return y.reshape(shape)
     # Without an explicit sharding, JAX would shard another of the new dimensions if the
     # first one had size 1.

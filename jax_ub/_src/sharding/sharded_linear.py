@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks, lowering_log
@@ -37,7 +37,6 @@ from jax_ub._src.sharding.specs import (
     batch_axes,
     check_context,
     data_axes,
-    explicit_axes,
     free_axes,
     indivisible_reason,
     nontrivial_axes,
@@ -208,7 +207,6 @@ def _has_separate_calls(layout, kernels):
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
-    """Calls `run` once for each kernel of a layer, and returns all results."""
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
     rows = zip(*each, strict=True)
@@ -288,7 +286,7 @@ def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
     shapes = [(*x.shape[:-1], math.prod(out)) for out in outs]
     ys = [jnp.zeros(shape, out_dtype or x.dtype) for shape in shapes]
     ys = vma.pcast_varying(ys, vma.axes_of(x, *map(values_of, kernels)))
-    if mesh is not None and explicit_axes(mesh):
+    if mesh is not None and mesh.explicit_axes:
         layout, _ = _fitted_layout(layout, mesh, x)
         _, spec = activation_specs(layout, batch_axes(layout, mesh, x), x.ndim)
         ys = reshard(mesh, [spec] * len(ys), ys)
@@ -392,8 +390,7 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
     XLA partitions them. The sizes come from `jax.export`.
     """
     where, other = "inside jax.shard_map", "leave out the method"
-    is_explicit = bool(explicit_axes(mesh))
-    if is_explicit:
+    if mesh.explicit_axes:
         where, other = "on an explicit mesh", "use a mesh of automatic axes"
     reason = (
         f"x {operands[0].shape} is exported with symbolic sizes, which jax cannot find "
@@ -402,7 +399,7 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
     is_fp8 = any(map(is_scaled, jax.tree.leaves(operands[1], is_leaf=is_scaled)))
     if is_fp8:
         other = "pass the arrays from which the kernels were quantized"
-    if is_fp8 or is_explicit or not layout.may_fall_back():
+    if is_fp8 or mesh.explicit_axes or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     *others, state = operands
     kernels, replicated = others[1], layout.replicated()
@@ -432,7 +429,7 @@ def _joined(layout, arrays):
 def _add(y, residual):
     """Adds a residual to y. On an explicit mesh, first reshards the residual like y."""
     sharding = jax.typeof(y).sharding
-    if residual.shape == y.shape and AxisType.Explicit in sharding.mesh.axis_types:
+    if residual.shape == y.shape and sharding.mesh.explicit_axes:
         residual = jax.sharding.reshard(residual, sharding)
     return y + residual
 
@@ -446,7 +443,7 @@ def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
             f"linear: out_sharding = {shown(out_sharding)} is of type "
             f"{type(out_sharding).__name__}. Pass a jax.sharding.Sharding or None."
         )
-    if AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types:
+    if jax.typeof(y).sharding.mesh.explicit_axes:
         return jax.sharding.reshard(y, out_sharding)
     return jax.lax.with_sharding_constraint(y, out_sharding)
 

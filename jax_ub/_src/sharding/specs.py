@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src.checks import axis_tuple, round_up
@@ -55,7 +55,6 @@ def data_axes(
     Explicit axes of one rank are included.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    explicit = explicit_axes(mesh)
     names = mesh.axis_names if layout.data_axes is None else layout.data_axes
     layout.check_data_axes(mesh)
     axes = tuple(
@@ -63,7 +62,7 @@ def data_axes(
         for name in names
         if name not in layout.axes
         and name not in manual
-        and (mesh.shape[name] > 1 or name in explicit)
+        and (mesh.shape[name] > 1 or name in mesh.explicit_axes)
     )
     if layout.data_axes is not None:
         return axes
@@ -116,11 +115,6 @@ def activation_specs(
     return spec(*layout.mode.x), spec(*layout.mode.y)
 
 
-def explicit_axes(mesh: AnyMesh) -> set[str]:
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, axis_type in types if axis_type == AxisType.Explicit}
-
-
 def spec_over(spec: P, axes: Collection[str]) -> P:
     """Returns a copy of a `PartitionSpec` that keeps only the mesh axes in `axes`."""
     return P(*(tuple(n for n in axis_tuple(entry) if n in axes) for entry in spec))
@@ -141,7 +135,7 @@ def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
 
 def mapped_reason(mesh: AnyMesh) -> str | None:
     """Returns why `jax.vmap` prevents a `shard_map` over all mesh axes, or None."""
-    if not explicit_axes(mesh):
+    if not mesh.explicit_axes:
         return None
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh if context.empty else context
@@ -180,12 +174,11 @@ def reshard(mesh: AnyMesh, specs: Sequence[Any], operands: Sequence[Any]) -> lis
     `shard_map` reshards its operands over automatic axes by itself, but rejects
     operands that are sharded differently over explicit axes.
     """
-    explicit = explicit_axes(mesh)
-    if not explicit:
+    if not mesh.explicit_axes:
         return list(operands)
 
     def resharded(spec, arrays):
-        sharding = NamedSharding(mesh, spec_over(spec, explicit))
+        sharding = NamedSharding(mesh, spec_over(spec, mesh.explicit_axes))
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), arrays)
 
     # A spec is that of all arrays at its place in the tree.
