@@ -44,7 +44,6 @@ _LEAST_SENT = 2.0**-118
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns `column_forward` for a layer that all-gathers x, else `row_forward`."""
     return column_forward if config.mode.gathers_x else row_forward
 
 
@@ -100,7 +99,7 @@ def column_forward(
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
     """
     ws = whole_kernels(config, ws)
-    options = {**_options(config), "out_dtype": config.out_dtype}
+    options = _options(config, config.out_dtype)
     if config.overlap:
         ys, gathered = matmuls.all_gather_matmul(
             config.overlapped,
@@ -139,14 +138,11 @@ def row_forward(
     ws = whole_kernels(config, ws)
     xs = x if isinstance(x, tuple) else (x,)
     (bias,) = biases or (None,)
-    op, dtype = config.mode.op, config.out_dtype
-    options = _options(config)
-    operands = (xs, ws, bias, residual)
+    op, operands = config.mode.op, (xs, ws, bias, residual)
     reducing = config.overlapped if config.overlap else config.collective
     is_split = not config.overlap or _sends_fp8(reducing, xs[0])
     if op == "matmul_reduce_scatter" and is_split:
-        options["out_dtype"] = dtype
-        return (_matmul_reduce_scatter(config, reducing, *operands, **options),), None
+        return (_matmul_reduce_scatter(config, reducing, *operands),), None
     if op == "matmul" or config.overlap:
         product = {
             "matmul": matmuls.matmul,
@@ -154,14 +150,19 @@ def row_forward(
             "matmul_all_reduce": matmuls.matmul_all_reduce,
         }[op]
         execution = config.local if op == "matmul" else config.overlapped
-        return (product(execution, *operands, out_dtype=dtype, **options),), None
-    partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
+        options = _options(config, config.out_dtype)
+        return (product(execution, *operands, **options),), None
+    partial = matmuls.matmul(config.local, xs, ws, **_options(config, jnp.float32))
     y = collectives.all_reduce(config.collective, partial, bias, residual)
-    return (y.astype(dtype),), None
+    return (y.astype(config.out_dtype),), None
 
 
-def _options(config) -> dict[str, Any]:
-    return {"rhs_transposed": config.rhs_transposed, "scale": config.scale}
+def _options(config, out_dtype) -> dict[str, Any]:
+    return {
+        "rhs_transposed": config.rhs_transposed,
+        "scale": config.scale,
+        "out_dtype": out_dtype,
+    }
 
 
 def is_replicated(config: CallConfig, x: Any) -> bool:
@@ -212,7 +213,6 @@ def _matmul_reduce_scatter(
     ws: tuple[Operand, ...],
     bias: jax.Array | None,
     residual: jax.Array | None,
-    **options: Any,
 ) -> jax.Array:
     """Computes `reduce_scatter(x @ w)` as a GEMM and a collective.
 
@@ -220,26 +220,24 @@ def _matmul_reduce_scatter(
     may overlap them.
     """
     num_splits = 1
-    axis = 0 if options["rhs_transposed"] else 1
+    axis = 1 - config.contracted_dim
     num_columns = ws[0].shape[axis]
     pipelines = config.overlap and reducing.choice.method is Method.PIPELINE
     if pipelines and not any(_has_blocks(w, axis) for w in ws):
         num_splits = min(reducing.choice.num_splits or DEFAULT_SPLITS, num_columns)
-    out_dtype = options.pop("out_dtype")
     is_sum = bias is None and residual is None
+    sum_dtype = config.out_dtype if is_sum else jnp.float32
     bounds = [num_columns * i // num_splits for i in range(num_splits + 1)]
     parts = []
     for columns in itertools.pairwise(bounds):
         kernels = ws
         if num_splits > 1:
             kernels = tuple(_columns(w, *columns, axis) for w in ws)
-        partial = matmuls.matmul(
-            config.local, xs, kernels, out_dtype=jnp.float32, **options
-        )
-        sum_dtype = out_dtype if is_sum else jnp.float32
+        options = _options(config, jnp.float32)
+        partial = matmuls.matmul(config.local, xs, kernels, **options)
         parts.append(reduce_scatter(reducing, partial, out_dtype=sum_dtype))
     y = parts[0] if num_splits == 1 else jnp.concatenate(parts, -1)
-    return reference.add(y, bias, residual, out_dtype=out_dtype)
+    return reference.add(y, bias, residual, out_dtype=config.out_dtype)
 
 
 def _has_blocks(w, axis):

@@ -453,5 +453,4 @@ def needs(tree) -> bool:
 
 
 def is_zero(cotangent) -> bool:
-    """Returns whether a cotangent is None or a symbolic zero."""
     return cotangent is None or isinstance(cotangent, SymbolicZero)
