@@ -245,10 +245,10 @@ class Overlap(FixedArguments, KeywordsChecked):
                 self._record_parameters(layer, path, is_supported=call is not None)
             return y
         name = self._find(self._names, path) or LayerName(path)
-        layout = dataclasses.replace(self._sharding_layout, parallel=kind, ub_name=name)
-        if self._recipes:
-            recipe = self._find(self._recipes, path)
-            layout = dataclasses.replace(layout, fp8=recipe)
+        recipe = self._find(self._recipes, path) or self._sharding_layout.fp8
+        layout = dataclasses.replace(
+            self._sharding_layout, parallel=kind, ub_name=name, fp8=recipe
+        )
         if _deciding_block(path) is not self._traces:
             return next_fun(*args, **kwargs)
         if _OVERLAPPED.get() is layer:
@@ -323,10 +323,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`.
-
-        So the user notices the layer.
-        """
+        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
         # Layers of jax_ub.flax.linen have a `sharding_layout`. They overlap without a
         # rule, so `ub.fallbacks` does not list them.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
@@ -342,8 +339,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
         # A user excludes a layer by a rule that maps to None, so this layer is not
         # reported.
-        rule = _first_match(self._rules, path)
-        is_selected = rule is not None and self._rules[rule] is not None
+        is_selected = self._traces.kind(path) is not None
         # The parameters of an overlapped layer with the same path: by `nn.share_scope`,
         # this module may use the scope of the layer.
         known = ("kernel", "bias") if path in self.overlapped else ()
@@ -480,10 +476,7 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 
 def _spec_of(value) -> tuple:
-    """Returns the partition spec of a parameter, or () if it is unknown.
-
-    The spec is read from the parameter's metadata or from its array.
-    """
+    """Returns a parameter's partition spec, from its metadata or its array, or ()."""
     names: Any = value.names if isinstance(value, nn.Partitioned) else ()
     if isinstance(value, nn.LogicallyPartitioned):
         with suppress(ValueError):  # Flax rejects the names or the rules

@@ -446,7 +446,6 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
 
 
 def _check_replaceable(layers, paths):
-    """Raises an error if `overlap` cannot replace the product of one of the layers."""
     for path in paths:
         if kept := layers[path].kept_reason():
             reason, fix = kept
