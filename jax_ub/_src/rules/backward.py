@@ -8,7 +8,6 @@ import jax
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import COLUMN, ROW, ParallelMode, mode_of
-from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce, bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul
 from jax_ub._src.reference import add, sum_dtype
@@ -260,8 +259,7 @@ def is_partial(config: CallConfig, dy: jax.Array) -> bool:
     This happens inside a fused operation if the result is added to a varying array.
     With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
     """
-    own = frozenset(config.axis_name)
-    return not config.is_vma_checked or bool(own & vma.axes_of(dy))
+    return not config.is_vma_checked or bool(config.varying(dy))
 
 
 column_linear = differentiable(column_forward, column_gradients)

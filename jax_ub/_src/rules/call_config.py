@@ -1,7 +1,6 @@
 """`CallConfig`: ranks, methods and dtypes of one layer, fixed when it is traced."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -198,6 +197,10 @@ class CallConfig:
         """
         own = self.axis_name if self.is_vma_checked else ()
         return vma.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
+
+    def varying(self, *operands) -> frozenset[str]:
+        """Returns the axes of `axis_name` over which any of the operands varies."""
+        return vma.axes_of(*jax.tree.leaves(operands)).intersection(self.axis_name)
 
     @property
     def materializes_gather(self) -> bool:
@@ -421,13 +424,7 @@ def _check_communication(mode, label, direction, overlap: Overlap):
     )
 
 
-def _choices_with_flags(
-    mode: ParallelMode,
-    label: str,
-    flags: OverlapFlags,
-    choices: Mapping[str, MethodChoice],
-    found: Mapping[str, Overlap],
-) -> dict[str, MethodChoice]:
+def _choices_with_flags(mode, label, flags, choices, found):
     """Applies flags such as `ub_overlap_ag` to the methods of fprop and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters

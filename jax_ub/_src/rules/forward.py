@@ -172,7 +172,7 @@ def is_replicated(config: CallConfig, x: Any) -> bool:
     """
     if config.mode.op != "matmul" or not config.is_vma_checked:
         return False
-    return not frozenset(config.axis_name) & vma.axes_of(*jax.tree.leaves(x))
+    return not config.varying(x)
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:

@@ -123,7 +123,7 @@ def result_sharding(config: CallConfig, x: Any, w: Any) -> NamedSharding:
 def check_replicated(config: CallConfig, **addends: jax.Array | None) -> None:
     """Raises an error if a bias or residual of an all-reduce varies over the ranks."""
     for name, addend in addends.items():
-        if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
+        if config.varying(addend):
             raise ShapeContractError(
                 f"{config.label}: {name} varies over {config.axis_name}, but it is "
                 "added once, after the reduction, so it must be the same on every "
@@ -249,7 +249,7 @@ def _check_agreed(config, name, operand, contracted):
 
     Only `jax.shard_map(check_vma=True)` knows whether it differs.
     """
-    differs = vma.axes_of(operand.scales) & frozenset(config.axis_name)
+    differs = config.varying(operand.scales)
     if differs and operand.scaling == "tensor" and not is_per_row(operand, contracted):
         raise ShapeContractError(
             f"{config.label}: {name} has one scale per tensor, which differs over "

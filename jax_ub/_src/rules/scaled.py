@@ -67,8 +67,7 @@ def _with_scalar_scales(
         # Operands without a recipe may have a different scale on each rank, also if an
         # operand has only one row or column.
         differs = may_differ and (
-            is_per_row(operand, axis)
-            or bool(frozenset(config.axis_name) & vma.axes_of(operand.scales))
+            is_per_row(operand, axis) or bool(config.varying(operand.scales))
         )
         keeps = operand.scaling != "tensor" or differs
         return operand if keeps else with_scalar_scale(operand)
