@@ -141,22 +141,21 @@ def quantized(
     state: Any,
     roles: Sequence[str] = ROLES,
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
-    """Quantizes a layer's operands to FP8 by its recipe, `config.fp8`, if it has one.
+    """Quantizes a layer's operands to FP8 by its recipe, `config.fp8`.
 
-    `roles` are those of the state. Without "input", x is FP8 already. Kernels may be
-    FP8 already, too; then their state does not change.
+    Without a recipe, all operands are FP8 already. `roles` are those of the state.
+    Without "input", x is FP8 already. Kernels may be FP8 already, too; then their state
+    does not change.
 
     Returns:
         x, the kernels, and the last operands of the layer's function: the state for the
-        gradients of the results, or None. They are () if the operands are not FP8.
+        gradients of the results, or None.
     """
     label, recipe = config.label, config.fp8
     if recipe is None and state is not None:
         raise ConfigurationError(
             f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out fp8_state."
         )
-    if recipe is None and not is_scaled(x):
-        return x, ws, ()
     if config.is_mapped:
         # JAX differentiates the call without the `custom_vjp`, which FP8 operands need.
         raise UnsupportedOverlapError(
