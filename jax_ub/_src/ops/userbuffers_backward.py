@@ -19,10 +19,10 @@ from jax_ub._src.ops.userbuffers import (
     check_weight,
     overlapped_call_config,
 )
-from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.parallel import COLUMN, ROW, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules.forward import dgrad_config
+from jax_ub._src.rules.backward import dgrad_config
 from jax_ub._src.rules.operands import result_shape
 from jax_ub._src.rules.vjp import row_sum
 from jax_ub._src.scaled_array import dequantized
@@ -212,6 +212,6 @@ def _check_gradients(config, dy, x, w, main_grad, residual):
             "residual if no gradient of the input is computed."
         )
     checks.check_float(label, residual=residual)
-    dgrad = dgrad_config(config, ROW if gathers else COLUMN)
+    dgrad = dgrad_config(config, mode_of(ROW if gathers else COLUMN, True))
     wanted = result_shape(dgrad, dy, w.shape[0])
     checks.check_shape(label, "residual", residual, wanted, "the input's shape")

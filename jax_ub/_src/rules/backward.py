@@ -116,7 +116,7 @@ def _column_dgrad(config, dys, ws, d_gathered):
     if ws is None:
         return None
     residual = _scattered(config, ws, d_gathered, sum_dtype(config.dtype))
-    product = _dgrad_config(config, mode_of(ROW, True))
+    product = dgrad_config(config, mode_of(ROW, True))
     (dx,), _ = row_forward(product, dys, ws, residual=residual)
     return dx
 
@@ -201,7 +201,7 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
     if ws is not None:
-        product = _dgrad_config(
+        product = dgrad_config(
             dgrad,
             mode_of(COLUMN, True),
             out_dtype=config.dtype if residual is None else residual.dtype,
@@ -231,7 +231,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
         # If all ranks have the same x, each rank computes only a part of dx from its
         # shard of the kernel. A GEMM with an all-reduce sums the parts of all ranks.
         replicated = config.is_x_replicated
-        product = _dgrad_config(
+        product = dgrad_config(
             config.dgrad if replicated else config,
             mode_of(ROW if replicated else None, False),
             out_dtype=config.dtype if residual is None else residual.dtype,
@@ -242,7 +242,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
     return dx, kernel_gradients(config, config.local, x, (dy,), main_grads)
 
 
-def _dgrad_config(config: CallConfig, mode: ParallelMode, **fields) -> CallConfig:
+def dgrad_config(config: CallConfig, mode: ParallelMode, **fields) -> CallConfig:
     """Returns the settings of a dgrad: the forward pass of `mode`, kernels transposed.
 
     `fields` replace other settings.

@@ -138,23 +138,35 @@ def row_forward(
     ws = whole_kernels(config, ws)
     xs = x if isinstance(x, tuple) else (x,)
     (bias,) = biases or (None,)
-    op, operands = config.mode.op, (xs, ws, bias, residual)
-    reducing = config.overlapped if config.overlap else config.collective
-    is_split = not config.overlap or _sends_fp8(reducing, xs[0])
-    if op == "matmul_reduce_scatter" and is_split:
-        return (_matmul_reduce_scatter(config, reducing, *operands),), None
-    if op == "matmul" or config.overlap:
+    op, reducing = config.mode.op, config.collective
+    is_one_call = op == "matmul"
+    if config.overlap:
+        reducing = config.overlapped
+        sends_fp8 = op == "matmul_reduce_scatter" and _sends_fp8(reducing, xs[0])
+        is_one_call = not sends_fp8
+    if is_one_call:
         product = {
             "matmul": matmuls.matmul,
             "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
             "matmul_all_reduce": matmuls.matmul_all_reduce,
         }[op]
-        execution = config.local if op == "matmul" else config.overlapped
+        execution = config.local if op == "matmul" else reducing
         options = _options(config, config.out_dtype)
-        return (product(execution, *operands, **options),), None
-    partial = matmuls.matmul(config.local, xs, ws, **_options(config, jnp.float32))
-    y = collectives.all_reduce(config.collective, partial, bias, residual)
-    return (y.astype(config.out_dtype),), None
+        return (product(execution, xs, ws, bias, residual, **options),), None
+    options = _options(config, jnp.float32)
+    if op == "matmul_all_reduce":
+        partial = matmuls.matmul(config.local, xs, ws, **options)
+        y = collectives.all_reduce(reducing, partial, bias, residual)
+        return (y.astype(config.out_dtype),), None
+    is_sum = bias is None and residual is None
+    sum_dtype = config.out_dtype if is_sum else jnp.float32
+    parts = []
+    for kernels in _column_splits(config, reducing, ws):
+        partial = matmuls.matmul(config.local, xs, kernels, **options)
+        scatter = _scatter_of(reducing, partial)
+        parts.append(scatter(reducing, partial, out_dtype=sum_dtype))
+    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+    return (reference.add(y, bias, residual, out_dtype=config.out_dtype),), None
 
 
 def _options(config, out_dtype) -> dict[str, Any]:
@@ -191,8 +203,15 @@ def bulk_all_gather(
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
     """Reduce-scatters the rows of x, and sends them as FP8 if so configured."""
-    if not _sends_fp8(execution, x):
-        return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
+    return _scatter_of(execution, x)(execution, x, out_dtype=out_dtype)
+
+
+def _scatter_of(execution, x):
+    return _scatter_fp8 if _sends_fp8(execution, x) else collectives.reduce_scatter
+
+
+def _scatter_fp8(execution, x, *, out_dtype):
+    """Sends the rows of x as FP8 by XLA's all-to-all, and adds them in f32."""
     with lowering_log.falling_back(execution.label, BY_ALL_TO_ALL):
         quantized = _quantized(x)
         rows, _ = packed(quantized)
@@ -206,38 +225,25 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
         return jnp.sum(_dequantized(partial, jnp.float32), axis).astype(out_dtype)
 
 
-def _matmul_reduce_scatter(
-    config: CallConfig,
-    reducing: Execution,
-    xs: tuple[Operand, ...],
-    ws: tuple[Operand, ...],
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-) -> jax.Array:
-    """Computes `reduce_scatter(x @ w)` as a GEMM and a collective.
+def _column_splits(
+    config: CallConfig, reducing: Execution, ws: tuple[Operand, ...]
+) -> list[tuple[Operand, ...]]:
+    """Returns the kernels of each split of a GEMM whose sums are reduced on their own.
 
-    With overlap, "pipeline" has one of each for each split of the columns, so that XLA
-    may overlap them.
+    With overlap, "pipeline" splits the columns, so that XLA may overlap the GEMM of one
+    split with the collective of another one.
     """
-    num_splits = 1
     axis = 1 - config.contracted_dim
     num_columns = ws[0].shape[axis]
     pipelines = config.overlap and reducing.choice.method is Method.PIPELINE
-    if pipelines and not any(_has_blocks(w, axis) for w in ws):
-        num_splits = min(reducing.choice.num_splits or DEFAULT_SPLITS, num_columns)
-    is_sum = bias is None and residual is None
-    sum_dtype = config.out_dtype if is_sum else jnp.float32
+    if not pipelines or any(_has_blocks(w, axis) for w in ws):
+        return [ws]
+    num_splits = min(reducing.choice.num_splits or DEFAULT_SPLITS, num_columns)
     bounds = [num_columns * i // num_splits for i in range(num_splits + 1)]
-    parts = []
-    for columns in itertools.pairwise(bounds):
-        kernels = ws
-        if num_splits > 1:
-            kernels = tuple(_columns(w, *columns, axis) for w in ws)
-        options = _options(config, jnp.float32)
-        partial = matmuls.matmul(config.local, xs, kernels, **options)
-        parts.append(reduce_scatter(reducing, partial, out_dtype=sum_dtype))
-    y = parts[0] if num_splits == 1 else jnp.concatenate(parts, -1)
-    return reference.add(y, bias, residual, out_dtype=config.out_dtype)
+    return [
+        tuple(_columns(w, *columns, axis) for w in ws)
+        for columns in itertools.pairwise(bounds)
+    ]
 
 
 def _has_blocks(w, axis):
