@@ -63,10 +63,14 @@ def engine(monkeypatch):
     return engine
 
 
+# Garbage collections need not traverse the objects of all modules and tests.
+gc.disable()
+
+
 def pytest_collection_finish():
-    # Collections need not traverse the objects of all modules and tests.
     gc.freeze()
     gc.set_threshold(20_000, 20)
+    gc.enable()
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,7 +1,6 @@
 """Attributes that are set after a layer was created: they apply, or raise an error."""
 
 import copy
-import functools
 import pickle
 
 import jax
@@ -44,9 +43,9 @@ def ones_like_queries(q, k, v, **options):
 
 
 LAYERS = {
-    "Linear": functools.partial(Linear, 16, 32, rngs=nnx.Rngs(0)),
-    "LayerNormLinear": functools.partial(LayerNormLinear, 16, 32, rngs=nnx.Rngs(0)),
-    "LayerNormMLP": functools.partial(LayerNormMLP, 16, 32, rngs=nnx.Rngs(0)),
+    "Linear": lambda: Linear(16, 32, rngs=nnx.Rngs(0)),
+    "LayerNormLinear": lambda: LayerNormLinear(16, 32, rngs=nnx.Rngs(0)),
+    "LayerNormMLP": lambda: LayerNormMLP(16, 32, rngs=nnx.Rngs(0)),
     "MultiHeadAttention": attention,
     "TransformerLayer": transformer,
 }

@@ -348,10 +348,10 @@ def test_params_are_quantized_by_a_selection():
 @pytest.mark.parametrize(
     ("array", "recipe", "text"),
     [
-        (jnp.ones((48, 2)), "block", "K = 48 is no multiple of 32"),
-        (jnp.ones(3), "current", r"has shape \(3,\), but the op takes"),
-        (jnp.ones((0, 2)), "current", r"has shape \(0, 2\), which is empty"),
-        (jnp.ones((2, 2), int), "row", "is int32, but the op takes float32"),
+        (np.ones((48, 2), "float32"), "block", "K = 48 is no multiple of 32"),
+        (np.ones(3, "float32"), "current", r"has shape \(3,\), but the op takes"),
+        (np.ones((0, 2), "float32"), "current", r"has shape \(0, 2\), which is empty"),
+        (np.ones((2, 2), "int32"), "row", "is int32, but the op takes float32"),
     ],
 )
 def test_errors_of_params_name_the_array(array, recipe, text):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fp8_formulas import E8M0
 from jax.sharding import PartitionSpec as P
+from refusals import zeros
 
 import jax_ub as ub
 from jax_ub._src import scaled_array
@@ -156,20 +157,17 @@ def test_a_process_that_only_registers_the_targets_can_load_them(tmp_path):
 @pytest.mark.parametrize(
     ("scales", "text"),
     [
+        (zeros(64, 8), r"scales has shape \(64, 8\) .* 8 blocks of 8 along axis 1"),
+        (zeros(64, 5), "the sizes do not divide. Use one scale, one per row"),
+        (zeros(64), "the dimensions differ. Use one scale"),
+        (zeros(64, 64), "only the contracted dimension of row scales has size 1"),
         (
-            jnp.ones((64, 8)),
-            r"scales has shape \(64, 8\) .* 8 blocks of 8 along axis 1",
-        ),
-        (jnp.ones((64, 5)), "the sizes do not divide. Use one scale, one per row"),
-        (jnp.ones(64), "the dimensions differ. Use one scale"),
-        (jnp.ones((64, 64)), "only the contracted dimension of row scales has size 1"),
-        (
-            jnp.ones((1, 1), "float16"),
+            zeros(1, 1, dtype="float16"),
             "scales is float16. Use float32, or float8_e8m0fnu",
         ),
-        (jnp.ones((64, 4), "float8_e8m0fnu"), r"blocks of \(16,\) in float8_e8m0fnu"),
-        (jnp.ones((2, 2), "float8_e8m0fnu"), r"blocks of \(32, 32\) in float8_e8m0fnu"),
-        (jnp.ones((), "float8_e8m0fnu"), "the dimensions differ"),
+        (np.ones((64, 4), "float8_e8m0fnu"), r"blocks of \(16,\) in float8_e8m0fnu"),
+        (np.ones((2, 2), "float8_e8m0fnu"), r"blocks of \(32, 32\) in float8_e8m0fnu"),
+        (np.ones((), "float8_e8m0fnu"), "the dimensions differ"),
     ],
 )
 def test_wrong_scales_are_rejected(scales, text):

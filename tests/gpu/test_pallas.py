@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cuda_programs import (
     StandIn,
@@ -188,7 +189,7 @@ def test_layers_in_a_scan_run_the_kernel(gpus, choose):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bias": jnp.ones(N // RANKS, jnp.bfloat16)}, "it adds no bias"),
+        ({"bias": np.ones(N // RANKS, jnp.bfloat16)}, "it adds no bias"),
         ({"return_gathered": True}, "it does not return the gathered x"),
         ({"out_dtype": jnp.float32}, "one dtype, not bfloat16 and float32"),
     ],

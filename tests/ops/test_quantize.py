@@ -20,7 +20,8 @@ from jax_ub import ops
 from jax_ub.errors import ConfigurationError, ShapeContractError
 
 CURRENT, ROWS = ub.fp8.Float8CurrentScaling(), ub.fp8.RowwiseScaling()
-X = normal(0, (16, 64)) * jnp.arange(1, 17)[:, None]  # ranks have different maxima
+# The maxima of the ranks differ.
+X = normal(0, (16, 64)) * np.arange(1, 17, dtype="float32")[:, None]
 QUANTIZE, BOTH = ops.Quantize(), ops.Quantize(True, True)
 GRADIENT = ops.Quantize(False, True)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 
 import jax
@@ -390,7 +391,7 @@ COLUMN = {"up": "column"}
 
 
 def overlap_nnx(**options):
-    return ub.overlap(nnx.merge(*nnx.split(PLAIN)), COLUMN, **options)
+    return ub.overlap(nnx.merge(*nnx.split(plain_layer())), COLUMN, **options)
 
 
 def overlap_linen(**options):
@@ -405,7 +406,9 @@ class Plain(nnx.Module):
         return self.up(x)
 
 
-PLAIN = Plain()
+@functools.cache
+def plain_layer():
+    return Plain()
 
 
 @covering(text=MISSPELT, make=[overlap_nnx, overlap_linen], known=["mesh", "set_mesh"])
@@ -425,12 +428,12 @@ def test_an_axis_that_the_known_mesh_lacks_is_an_error(text, make, known):
 def test_an_axis_that_the_mesh_of_a_call_lacks_is_a_warning(text, x):
     warns = pytest.warns(UserWarning, match=rf"layer 'up'.*{text} {{'dp': 2, 'tp'")
     model, overlap = overlap_nnx(**MISSPELT[text]), overlap_linen(**MISSPELT[text])
-    assert_trees_close(model(x), PLAIN(x))  # no mesh is known here
+    assert_trees_close(model(x), plain_layer()(x))  # no mesh is known here
     net = nn.Sequential([nn.Dense(32)])
     variables = net.init(jax.random.key(0), x)
     with jax.set_mesh(device_mesh(0, 2, 2)):
         with warns:
-            assert_trees_close(model(x), PLAIN(x))
+            assert_trees_close(model(x), plain_layer()(x))
         model(x)
         with overlap:  # the warning has the same cause
             net.apply(variables, x)

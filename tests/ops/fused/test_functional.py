@@ -7,16 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from linears import (
-    LAYOUTS,
-    METHODS,
-    MODES,
-    arrays,
-    bias_grad,
-    dgrad,
-    wgrad,
-    wide,
-)
+from linears import LAYOUTS, METHODS, MODES, arrays, bias_grad, dgrad, wgrad, wide
 from operands import (
     DTYPES,
     RANKS_AND_DTYPES,
@@ -34,6 +25,7 @@ from programs import (
     own_copy,
     tp_mesh,
 )
+from refusals import zeros
 
 import jax_ub as ub
 from jax_ub.ops.fused import UserbuffersBackwardLinear, UserbuffersForwardLinear
@@ -338,10 +330,7 @@ def refused(function, *shapes, mode="column", num_ranks=2, **options):
 
 BOTH = pytest.mark.parametrize(
     ("function", "shapes"),
-    [
-        (forward, ((4, 6), (6, 8))),
-        (backward, ((8, 8), (4, 6), (6, 8))),
-    ],
+    [(forward, ((4, 6), (6, 8))), (backward, ((8, 8), (4, 6), (6, 8)))],
     ids=["forward", "backward"],
 )
 
@@ -400,7 +389,7 @@ def test_axis_name_is_required(function, shapes):
         (((0, 6), (6, 8)), {}, "input has shape (0, 6), which is empty"),
         (((4, 6), (6, 8)), {"of": "int32", "dtype": "float32"}, "input is int32"),
         (((5, 6), (6, 8)), {"mode": "row"}, "Pad to 6 rows"),
-        (((4, 6), (6, 8)), {"bias": jnp.zeros(4)}, "bias has shape (4,), but here"),
+        (((4, 6), (6, 8)), {"bias": zeros(4)}, "bias has shape (4,), but here"),
     ],
 )
 def test_forward_rejects_wrong_shapes(shapes, options, text):
@@ -423,24 +412,24 @@ DY, X, W = (8, 8), (4, 6), (6, 8)
         (((4, 8), X, W), {}, "grad_output has shape (4, 8), but here it is [..., M, N"),
         ((DY, X, W), {"mode": "row"}, "but here it is [..., M/P, N] for input (4, 6)"),
         ((DY, (3, 6), W), {"mode": "row"}, "Pad to 4 rows"),
-        ((DY, X, W), {"main_grad": jnp.zeros((8, 6))}, "main_grad has shape (8, 6)"),
+        ((DY, X, W), {"main_grad": zeros(8, 6)}, "main_grad has shape (8, 6)"),
         (
             (DY, X, W),
-            {"main_grad": jnp.zeros(W, "bfloat16")},
+            {"main_grad": zeros(*W, dtype="bfloat16")},
             "main_grad is bfloat16, but gradients are accumulated in float32",
         ),
         (
             (DY, X, W),
-            {"main_grad": jnp.zeros(W), "weight_requires_grad": False},
+            {"main_grad": zeros(*W), "weight_requires_grad": False},
             "main_grad is given, but weight_requires_grad = False",
         ),
-        ((DY, X, W), {"residual": jnp.zeros(DY)}, "residual has shape (8, 8), but"),
+        ((DY, X, W), {"residual": zeros(*DY)}, "residual has shape (8, 8), but"),
         (
             (DY, X, W),
-            {"residual": jnp.zeros(X), "input_requires_grad": False},
+            {"residual": zeros(*X), "input_requires_grad": False},
             "residual is given, but input_requires_grad = False",
         ),
-        ((DY, X, W), {"residual": jnp.zeros(X, int)}, "residual is int32"),
+        ((DY, X, W), {"residual": zeros(*X, dtype="int32")}, "residual is int32"),
     ],
 )
 def test_backward_rejects_wrong_shapes(shapes, options, text):
