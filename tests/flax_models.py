@@ -72,7 +72,8 @@ def random_parameters(shapes):
 
     def values(path, leaf):
         noise = 0.3 * random.standard_normal(leaf.shape)
-        return jnp.asarray(noise + (path[-1].key == "scale"), leaf.dtype)
+        noise += path[-1].key == "scale"
+        return jnp.asarray(noise.astype(leaf.dtype))
 
     return jax.tree.map_with_path(values, shapes)
 

@@ -87,19 +87,18 @@ def test_batch_axes_are_free(ndim, types):
     x, mask = normal(0, shape), normal(1, (*shape[:-2], 4, 8, 8)) > -1
     with jax.set_mesh(mesh_of(2, 2, types)):
         y = run(attention(), x, mask=mask)
-    assert_trees_close(y, flax_attention()(x, mask=mask))
+    assert_trees_close(y, run(flax_attention(), x, mask=mask))
 
 
 def test_masks_have_the_meaning_of_flax():
-    x, real = normal(0, X), jnp.arange(8) < jnp.array([8, 5, 3, 1])[:, None]
+    x, real = normal(0, X), np.arange(8) < np.array([8, 5, 3, 1])[:, None]
     padding = real[:, None, None]  # [batch, 1, 1, tokens]
     both = nnx.make_attention_mask(real, real)  # of floats
     with jax.set_mesh(mesh_of(2, 2)):
         for mask in (padding, both):
             y = run(attention(), x, mask=mask)
-            rows = np.asarray(real)
-            expected = flax_attention()(x, mask=mask)
-            assert_trees_close(np.asarray(y)[rows], np.asarray(expected)[rows])
+            expected = run(flax_attention(), x, mask=mask)
+            assert_trees_close(np.asarray(y)[real], np.asarray(expected)[real])
 
 
 @pytest.mark.parametrize("types", ["auto", *nightly("explicit")])
@@ -135,8 +134,8 @@ def test_keys_and_values_of_other_inputs_share_one_gather():
         graph, state = nnx.split(model)
         program = jax.jit(lambda state, q, kv: nnx.merge(graph, state)(q, kv))
         assert calls(compiled_text(program, state, q, kv))["all_gather_matmul"] == 2
-        assert_trees_close(program(state, q, kv), flax(q, kv))
-        assert_trees_close(run(model, q, kv, v), flax(q, kv, v))
+        assert_trees_close(program(state, q, kv), run(flax, q, kv))
+        assert_trees_close(run(model, q, kv, v), run(flax, q, kv, v))
 
 
 def test_a_projection_may_lack_the_bias_of_the_others():
@@ -144,7 +143,7 @@ def test_a_projection_may_lack_the_bias_of_the_others():
     ours, flax = attention(bias_init=bias_init), flax_attention(bias_init=bias_init)
     ours.key.bias = flax.key.bias = None
     with jax.set_mesh(mesh_of(1, 2)):
-        assert_trees_close(run(ours, x), flax(x))
+        assert_trees_close(run(ours, x), run(flax, x))
 
 
 def test_inside_shard_map_each_rank_has_some_heads():
@@ -162,7 +161,7 @@ def test_inside_shard_map_each_rank_has_some_heads():
             out_specs=P("dp", "tp"),
         )
     )(state, x, mask)
-    assert_trees_close(y, flax_attention(num_kv_heads=2)(x, mask=mask))
+    assert_trees_close(y, run(flax_attention(num_kv_heads=2), x, mask=mask))
 
 
 def test_rotary_embeddings_rotate_complex_numbers():
@@ -219,7 +218,8 @@ class TestDropout:
     """Dropout of attention weights."""
 
     def test_nothing_is_dropped_where_the_module_is_deterministic(self):
-        x, expected = normal(0, X), flax_attention()(normal(0, X))
+        x = normal(0, X)
+        expected = run(flax_attention(), x)
         with jax.set_mesh(mesh_of(2, 2)):
             model = attention(dropout_rate=0.5)
             assert_trees_close(run(model, x, deterministic=True), expected)
@@ -230,13 +230,13 @@ class TestDropout:
     @pytest.mark.parametrize("types", ["auto", "explicit"])
     def test_ranks_drop_weights_of_their_own(self, types):
         # With equal tokens and heads, results differ only by their dropout masks.
-        q, v = jnp.zeros((2, 8, 4, 4)), jnp.ones((2, 8, 4, 4))
+        q, v = (np.full((2, 8, 4, 4), value, "float32") for value in (0, 1))
         mesh = mesh_of(2, 2, types)
         core = CoreAttention(
             ShardingLayout("row", mesh=mesh), None, True, dropout_rate=0.5
         )
         y = core(q, q, v, dropout_key=jax.random.key(0))
-        heads = np.asarray(y[..., 0]).transpose(0, 2, 1).reshape(4, 2, 8)
+        heads = np.asarray(y)[..., 0].transpose(0, 2, 1).reshape(4, 2, 8)
         for own in heads:  # of a rank: broadcast_dropout
             assert_equal(own[0], own[1])
         assert len(np.unique(heads[:, 0], axis=0)) == 4

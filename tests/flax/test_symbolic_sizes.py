@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from covering import nightly
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from operands import normal
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
@@ -76,7 +76,7 @@ def test_gradients_and_states_of_kernels_that_share_a_scale_are_exported(
         # Key and value have larger kernels and gradients than the query.
         model.value.kernel[...] *= 4
         apply, state = of_state(model)
-        run = jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1))
+        run = jax.jit(jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1)))
         found, wanted = exported(run, (state, x), "batch, 8, 32"), run(state, x)
     assert_trees_close(found, wanted, rtol=1e-3, atol=1e-2)
 
@@ -89,7 +89,7 @@ def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe)
     with jax.set_mesh(mesh_of(2, 2)):
         model = Linear(64, 64, rngs=nnx.Rngs(0), **options)
         apply, state = of_state(model)
-        run = jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1))
+        run = jax.jit(jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1)))
         found, wanted = exported(run, (state, x), "batch, 8, 64"), run(state, x)
     assert_trees_close(found, wanted, rtol=1e-4, atol=1e-3)
 
@@ -124,7 +124,7 @@ def test_a_transformer_layer_is_exported_for_any_batch(options):
         assert_trees_close(found, expected, atol=1e-4)
 
         module = linen.TransformerLayer(16, 32, 4, **options)
-        params = module.init(jax.random.key(0), x)
+        params = random_variables(module, x)
         found = exported(module.apply, (params, x))
         assert_trees_close(found, jax.jit(module.apply)(params, x), atol=1e-4)
 
