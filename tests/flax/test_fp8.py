@@ -9,6 +9,7 @@ import pytest
 from covering import covering, nightly
 from flax import linen as nn
 from flax import nnx
+from flax_models import random_variables
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
@@ -198,7 +199,7 @@ def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, rec
         else:
             up = linen.Linear(128, parallel="column", **options)
             pair = nn.Sequential([up, linen.Linear(64, parallel="row", **options)])
-            params = pair.init(jax.random.key(0), X)
+            params = random_variables(pair, X)
 
         def layers(params, x):
             if library == "nnx":
@@ -320,7 +321,7 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
             graph, params = nnx.split(LAYERS["mlp"](rngs=nnx.Rngs(0), fp8=recipe))
         else:
             model = linen.LayerNormMLP(64, 128, fp8=recipe)
-            params = model.init(jax.random.key(0), X)
+            params = random_variables(model, X)
 
         def loss(params, x):
             if library == "nnx":

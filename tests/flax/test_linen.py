@@ -2,7 +2,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import calls, compiled_text
@@ -34,7 +34,7 @@ def test_parameters_equal_those_of_dense(parallel, use_bias):
 )
 def test_values_and_gradients_equal_those_of_dense(types, parallel, sequence_parallel):
     x, dense = normal(0, (4, 8, 16)), nn.Dense(32)
-    variables = dense.init(jax.random.key(0), x)
+    variables = random_variables(dense, x)
     ours = linen.Linear(32, parallel=parallel, sequence_parallel=sequence_parallel)
     with jax.set_mesh(mesh_of(2, 2, types)):
         value, gradients = jax.jit(jax.value_and_grad(loss(ours)))(variables, x)
@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_those_of_dense(types, parallel, sequence_par
 
 def test_inside_shard_map_a_layer_works_on_shards():
     x, dense = normal(0, (4, 8, 16)), nn.Dense(32)
-    variables = dense.init(jax.random.key(0), x)
+    variables = random_variables(dense, x)
     ours = linen.Linear(32, parallel="column")
     specs = {"params": {"kernel": P(None, "tp"), "bias": P("tp")}}
     y = jax.jit(

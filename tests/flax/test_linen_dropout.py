@@ -63,7 +63,7 @@ def test_dropout_depends_on_the_key_and_can_be_disabled(drop, types):
 def test_dropout_needs_a_deterministic_argument():
     layer = linen.MultiHeadAttention(4, dropout_rate=0.5, num_kv_heads=2)
     with jax.set_mesh(mesh_of(1, 2)):
-        variables = layer.init(jax.random.key(0), jnp.ones(X))
+        variables = random_variables(layer, jnp.ones(X))
         with pytest.raises(ValueError, match='"deterministic" must be passed'):
             run(layer, variables, jnp.ones(X), 0)
 
@@ -101,7 +101,7 @@ def test_heads_of_different_ranks_have_different_dropout_masks():
         4, attention_fn=attention_fn, dropout_rate=0.5, deterministic=False
     )
     with jax.set_mesh(mesh_of(2, 2)):
-        variables = layer.init(jax.random.key(0), jnp.ones(X))
+        variables = random_variables(layer, jnp.ones(X))
         jax.effects_barrier()
         seen.clear()
         rngs = {"dropout": jax.random.PRNGKey(0)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from covering import nightly
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from operands import normal
 from programs import calls, collectives, compiled_text
 
@@ -110,7 +110,7 @@ class One(nn.Module):
 @pytest.mark.parametrize("kind", ["dense", "general", "einsum", "attend"])
 def test_the_innermost_block_with_a_rule_for_a_layer_overlaps_it(kind):
     model, x = One(kind), normal(0, (4, 8, 16))
-    variables = model.init(jax.random.key(0), x)
+    variables = random_variables(model, x)
     path = "layer.attend" if kind == "attend" else "layer"
 
     def kinds(*rules):
@@ -159,7 +159,7 @@ def test_a_layer_with_a_custom_dot_general_is_rejected():
     )
     for own in ({"dot_general": rounded}, {"dot_general_cls": lambda: rounded}):
         layer = nn.Dense(32, **own)
-        variables = layer.init(jax.random.key(0), x)
+        variables = random_variables(layer, x)
         with (
             nn.intercept_methods(Overlap({"": "column"})),
             pytest.raises(ub.errors.UnsupportedOverlapError, match=text),

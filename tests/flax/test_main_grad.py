@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax_models import Block, assert_trees_close, loss, loss_and_gradients, mesh_of
+from flax_models import (
+    Block,
+    assert_trees_close,
+    loss,
+    loss_and_gradients,
+    mesh_of,
+    random_variables,
+)
 from operands import assert_equal, normal
 from programs import compiled_text, copies
 
@@ -144,7 +151,7 @@ def test_a_restored_accumulator_may_be_a_numpy_array():
     x = normal(0, (4, 8, 16))
     layer = linen.Linear(32, parallel="column", main_grad=True)
     with jax.set_mesh(mesh_of(1, 2)):
-        variables = layer.init(jax.random.key(0), x)
+        variables = random_variables(layer, x)
         restored = jax.tree.map(np.asarray, variables)
         assert_equal(layer.apply(restored, x), layer.apply(variables, x))
 

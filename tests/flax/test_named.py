@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
-from flax_models import Block, mesh_of
+from flax_models import Block, mesh_of, random_variables
 
 import jax_ub as ub
 from jax_ub.flax import Linear
@@ -76,7 +76,7 @@ def test_linen_layers_are_found_by_their_names():
             return ub_linen.Linear(16, parallel="row", ub_name="fc2", **options)(x)
 
     model = Pair()
-    variables = model.init(jax.random.key(0), jnp.ones(X))
+    variables = random_variables(model, jnp.ones(X))
 
     def loss(variables, x):
         return model.apply(variables, x).sum()
@@ -122,6 +122,6 @@ def test_layers_of_existing_models_are_configured_by_ub_names():
         use_bias=False,
         dot_general=ub.dot_general("column", mesh=mesh, ub_name="fc1"),
     )
-    variables = layer.init(jax.random.key(0), jnp.ones(X))
+    variables = random_variables(layer, jnp.ones(X))
     found = methods_in(layer.apply, variables, jnp.ones(X))
     assert found == {("all_gather_matmul", "1", "0"): 1}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax_models import random_variables
 from operands import normal
 from programs import tp_mesh
 
@@ -23,7 +24,7 @@ def saved(library, activation):
             pullback = jax.vjp(model, x)[1]
         else:
             layer = linen.LayerNormMLP(WIDTH, HIDDEN, **options)
-            variables = layer.init(jax.random.key(0), x)
+            variables = random_variables(layer, x)
             pullback = jax.vjp(lambda x: layer.apply(variables, x), x)[1]
     arrays = [leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim == 3]
     return [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from flax import nnx
-from flax_models import assert_trees_close
+from flax_models import assert_trees_close, random_variables
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
@@ -238,7 +238,7 @@ def test_a_linen_scan_over_layers_stacks_states():
 
 def test_a_state_that_was_not_initialized_is_an_error():
     net = LinenNet()
-    variables = net.init(jax.random.key(0), X)
+    variables = random_variables(net, X)
     text = "no input_scale in the collection .*Initialize the model with this recipe"
     with (
         pytest.raises(ConfigurationError, match=text),

@@ -10,7 +10,7 @@ import pytest
 from covering import covering
 from flax import linen as nn
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from intercepted import replaced_attribute, replaced_code, twice
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -60,7 +60,7 @@ def nnx_programs():
 
 def linen_programs(x):
     net = LinenNet()
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
 
     def overlapped(x):
         with Overlap(KINDS) as overlap:
@@ -200,7 +200,7 @@ def test_qwix_reaches_an_overlapped_linen_model(name):
     net, x = nn.Sequential([nn.Dense(32), nn.Dense(16)]), normal(0, (4, 16))
     change = qwix.apply_lora_to_model if name == "lora" else qwix.quantize_model
     net = change(net, provider(qwix, name))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     if name == "lora":
         variables = jax.tree.map(lambda leaf: leaf + 0.1, variables)
     expected = net.apply(variables, x)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from operands import normal
 from programs import calls, compiled_text
 
@@ -41,7 +41,7 @@ def mesh():
 
 def model(block=Block):
     net, x = Net(block), jnp.array(normal(0, (4, 16)))
-    return net, net.init(jax.random.key(0), x), x
+    return net, random_variables(net, x), x
 
 
 def test_a_function_that_was_traced_before_the_block_is_traced_again_in_it():

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from covering import nightly
 from flax import nnx
-from flax_models import assert_trees_close, loss, loss_and_gradients, mesh_of
+from flax_models import (
+    assert_trees_close,
+    loss,
+    loss_and_gradients,
+    mesh_of,
+    random_variables,
+)
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -98,7 +104,7 @@ class LinenNet(nn.Module):
 
 def test_einsums_and_tied_heads_of_linen_are_overlapped():
     net, x = LinenNet(), normal(0, (4, 8, 16))
-    variables = jax.tree.map(lambda v: v + 0.1, net.init(jax.random.key(0), x))
+    variables = jax.tree.map(lambda v: v + 0.1, random_variables(net, x))
     kinds = {"up": "column", "down": "row", "embed.attend": "column"}
 
     def loss(variables):
@@ -139,7 +145,7 @@ def test_an_einsum_of_linen_that_is_not_a_dense_layer_must_be_free_to_fall_back(
 def test_an_einsum_of_linen_with_an_ellipsis_in_the_kernel_is_not_a_dense_layer():
     net = nn.Einsum((3, 16, 4), "TK,...KN->...TN", use_bias=False)
     x = normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     expected = net.apply(variables, x)
     with jax.set_mesh(mesh_of(1, 2)), Overlap({"": "column"}):
         assert_trees_close(net.apply(variables, x), expected)
@@ -169,7 +175,7 @@ class OwnDense(nn.Module):
 
 def test_rules_of_linen_that_match_nothing_warn_once():
     net, x = nn.Dense(32, name="up"), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     text = r"the rules \['down', 'fc2'\] matched no nn.Dense.* overlapped \[''\]\. Kn"
     with (
         pytest.warns(UserWarning, match=text),
@@ -185,7 +191,7 @@ def test_rules_of_linen_that_match_nothing_warn_once():
 
 def test_a_block_in_which_nothing_is_traced_warns():
     net, x = nn.Dense(32, name="up"), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     with jax.set_mesh(mesh_of(1, 2)):
         apply = jax.jit(net.apply).lower(variables, x).compile()
         text = "no module was called in the block. A compiled function"
@@ -196,7 +202,7 @@ def test_a_block_in_which_nothing_is_traced_warns():
 
 def test_an_interceptor_that_reaches_nothing_warns():
     net, x = OwnDense(), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     overlap = Overlap({"(.*)": "column"})  # has matched no layer of another test
     with nn.intercept_methods(overlap):
         with pytest.warns(
@@ -251,7 +257,7 @@ def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded(
 def test_a_layer_of_linen_that_a_rule_excludes_is_no_fallback():
     net = nn.Sequential([nn.Dense(32), nn.Dense(16)])
     x = normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     rules = {"layers_1": None, r"layers_\d": "column"}
     ub.fallbacks(clear=True)
     with jax.set_mesh(mesh_of(1, 2)), Overlap(rules) as overlap:
@@ -309,7 +315,7 @@ def test_names_reach_the_configuration_of_an_nnx_model():
 def test_names_reach_the_configuration_of_a_linen_model():
     mesh, x = mesh_of(1, 2), normal(0, (2, 8, 16))
     net = nn.Sequential([nn.Dense(32), nn.Dense(16)])
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     ub.initialize_ub((16, 32), 2, ub_cfgs=CONFIGURED, mesh=mesh, dtype=jnp.float32)
     rules = {"layers_0": "column", "layers_1": "row"}
     with jax.set_mesh(mesh), Overlap(rules, ub_names={"layers_0": "fc1"}):
@@ -334,7 +340,7 @@ def test_a_path_that_equals_a_configured_name_is_only_a_label():
         qkv=nnx.Linear(32, 16, rngs=nnx.Rngs(0)),
     )
     net = DenseNamedAsOverlaps()
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     with jax.set_mesh(mesh):
         model = ub.overlap(dict_model, rules)
         assert labels(lambda x: model.qkv(model.fc1(x)), x) == dict.fromkeys(
@@ -392,7 +398,7 @@ def test_a_layer_on_several_axes():
 
 def test_a_misspelt_rule_of_linen_names_the_nearest_path():
     net, x = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)]), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = random_variables(net, x)
     text = r"Did you mean 'layers_0'\? Known: 'layers_0', 'layers_2'"
     with pytest.warns(UserWarning, match=text), Overlap({"layer_0": "column"}):
         net.apply(variables, x)
