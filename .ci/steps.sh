@@ -9,8 +9,7 @@ trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PIP_QUIET=2
 # With it, every process of the tests compiles the Python files of $work.
 unset PYTHONDONTWRITEBYTECODE
-report=()
-failed=0
+touch "$work/report"
 
 # step NAME COMMAND...: runs it, reports the seconds it took and whether it passed.
 step() {
@@ -25,11 +24,21 @@ step() {
     status="not run"
   elif ((rc)); then
     status="FAILED"
-    failed=1
   fi
-  report+=("$(printf '%-8s %5d s  %s' "$status" $((SECONDS - begin)) "$name")")
-  echo "${report[-1]}"
+  printf '%-8s %5d s  %s\n' "$status" $((SECONDS - begin)) "$name" | tee -a "$work/report"
 }
+
+# at_once FUNCTION FUNCTION: runs two functions that run steps at the same time. The output
+# of the second one follows the output of the first one.
+at_once() {
+  "$2" >"$work/second.log" 2>&1 &
+  "$1"
+  wait $!
+  cat "$work/second.log"
+}
+
+# Whether a step has failed.
+failed() { grep -q ^FAILED "$work/report"; }
 
 # Ends a step whose tool is missing, with the reason.
 not_run() { echo "not run: $1"; exit 77; }
