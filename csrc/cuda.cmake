@@ -71,9 +71,10 @@ message(STATUS "CUDA: ${JAX_UB_NVCC}, headers in ${JAX_UB_CUDA_INCLUDE_DIR}")
 # GPUs, such as 11.0, the driver compiles the PTX.
 execute_process(COMMAND "${JAX_UB_NVCC}" --list-gpu-code
   OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
+# Emulated GPUs, which sanitized builds are for, run no machine code.
 set(jax_ub_architectures)
 foreach(number 80 90 100 120)
-  if(known MATCHES "sm_${number}\n")
+  if(known MATCHES "sm_${number}\n" AND NOT JAX_UB_SANITIZE)
     list(APPEND jax_ub_architectures ${number})
   endif()
 endforeach()
