@@ -84,10 +84,11 @@ readme_command() {
 
 # Lets README's commands, the wheel and the C++ tests share compiled files through ccache.
 # The cache keys a file by its path relative to the build folder, which is two levels below
-# the tree everywhere. It repeats a file's warnings.
+# the tree everywhere, and by the compiler's name, for which pip's builds take g++, and CMake
+# c++. It repeats a file's warnings.
 share_compilations() {
   (with_tool ccache ccache) || { echo "everything is compiled each time"; return 0; }
-  export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_IGNOREOPTIONS=-Werror
+  export CXX=g++ CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_IGNOREOPTIONS=-Werror
   export CCACHE_DIR=$work/ccache CCACHE_BASEDIR=$work CCACHE_NOHASHDIR=1
 }
 
