@@ -84,7 +84,7 @@ readme_command() {
 
 # Lets README's commands, the wheel and the C++ tests share compiled files through ccache.
 # The cache keys a file by its path relative to the build folder, which is two levels below
-# the tree everywhere, and by the compiler's name, for which pip's builds take g++, and CMake
+# the tree everywhere, and by the compiler's name: pip's builds take g++, and CMake alone takes
 # c++. It repeats a file's warnings.
 share_compilations() {
   (with_tool ccache ccache) || { echo "everything is compiled each time"; return 0; }

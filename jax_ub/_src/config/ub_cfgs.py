@@ -211,6 +211,7 @@ def resolve(
 
 
 def _is_displaced(name, entries, resolved):
+    """Returns whether a layer's dgrad, which is `resolved` before, replaces a wgrad."""
     if NAMES.get(name) != (Method.BULK, _RS):  # not the wgrad of a column layer
         return False
     dgrad = f"{split_name(name)[0]}_{DGRAD}"

@@ -120,7 +120,7 @@ class CoreAttention:
             if positions is None:
                 positions = jnp.arange(q.shape[-3])
             q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
-        *lead, _, _, _ = q.shape
+        lead = q.shape[:-3]
         if mask is not None:
             mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
             mask = lax.collapse(mask, 0, len(lead))

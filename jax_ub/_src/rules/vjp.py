@@ -70,6 +70,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         # checkpoint policy would save x twice.
         x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
+            # The wgrad reads the gathered x instead, if the forward pass has stored it.
             "x": residual_or_placeholder(wants_dw and gathered is None, x_saved),
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),

@@ -115,7 +115,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
                     raise
                 connection_attempt.connect(axis.device_groups, all_gather, agreed)
             registry.add(axis)
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt
             _keep_only(before)
             raise
 

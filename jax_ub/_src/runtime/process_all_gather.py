@@ -291,6 +291,7 @@ class ProcessAllGather:
         while True:
             left_s = end_s - time.monotonic()
             yield left_s <= 0
+            # A caller whose last value arrives at the deadline polls once more.
             time.sleep(max(0.0, min(pause_s, left_s)))
             longest_s = _PAUSE_S_PER_PROCESS * len(self._others)
             pause_s = min(2 * pause_s, max(_LONGEST_PAUSE_S, longest_s))
