@@ -93,6 +93,42 @@ def test_gradients_multiply_the_fp8_values(mode):
     assert [line.count("f8e4m3fn[") for line in call_lines(text)] == [1, 1]
 
 
+def test_a_kernel_stays_fp8_if_only_x_is_dequantized():
+    # The wgrad of a column layer contracts the rows of x, which have different scales.
+    def layer(x, w, b):
+        x = ub.quantize(x, RECIPES["row"])
+        w = ub.quantize(w, CURRENT, role="kernel")
+        return ub.linear(x, w, b, parallel="column", axis_name="tp")
+
+    text = assert_exact(on_tp(COLUMN, layer, 2), operands())
+    assert num_fp8_arrays(text) == {
+        "all_gather_matmul": 2,
+        "all_gather": 2,
+        "matmul_reduce_scatter": 1,
+        "wgrad": 0,
+    }
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_scale_may_be_agreed_on_by_ranks_with_one_row(check_vma):
+    # The shape of the scale is that of a scale per row. Only `check_vma` tells that it
+    # is equal on all ranks, so that the wgrad can read the FP8 rows in place.
+    layer = on_tp(COLUMN, linear(COLUMN, CURRENT), 2, check_vma=check_vma)
+    x, *others = operands()
+    found = num_fp8_arrays(assert_exact(layer, (x[:2], *others)))
+    assert found["wgrad"] == (1 if check_vma else 0)
+    assert found["matmul_reduce_scatter"] == 1
+
+
+def num_fp8_arrays(text):
+    """Returns the number of FP8 operands and results by custom call."""
+    return {
+        name: line.count("f8e4m3fn[")
+        for line in call_lines(text)
+        for name in calls(line)
+    }
+
+
 def test_the_gradients_of_a_name_may_be_bulk():
     mesh = tp_mesh(2)
     layer = linear(COLUMN, CURRENT, **by_method("bulk", mesh))

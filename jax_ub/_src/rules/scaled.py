@@ -64,12 +64,15 @@ def _with_scalar_scales(
     """
 
     def scalar(operand, axis, may_differ):
-        # Operands without a recipe may have a different scale on each rank, also if an
-        # operand has only one row or column.
-        differs = may_differ and (
-            is_per_row(operand, axis) or bool(config.varying(operand.scales))
+        # Operands without a recipe may have a different scale on each rank. Without
+        # `check_vma` this is assumed of all scales that have the shape of scales per
+        # row, also if there is only one row or column.
+        differs = (
+            bool(config.varying(operand.scales))
+            if config.is_vma_checked
+            else is_per_row(operand, axis)
         )
-        keeps = operand.scaling != "tensor" or differs
+        keeps = operand.scaling != "tensor" or (may_differ and differs)
         return operand if keeps else with_scalar_scale(operand)
 
     communicates = config.mode.op != "matmul"
@@ -97,11 +100,8 @@ def scaled_gradients(
     if config.fp8 is not None:
         if dys:
             dys, new_state = _quantized_gradients(config, dys, saved["state"])
-    elif not _multiplies_wide_by_fp8(config, saved):
-        if gathers and saved["x"] is not None and dys:
-            gathered = all_gather(config.collective, saved["x"])
-            saved = {**saved, "x": None, "gathered": gathered}
-        saved = map_scaled(lambda operand: operand.dequantize(config.dtype), saved)
+    else:
+        saved = _dequantized(config, saved, gathers_x=gathers and bool(dys))
     gradients = column_gradients if gathers else row_gradients
     dx, dws = gradients(config, saved, dys, residual=residual)
     x_dtype, *w_dtypes = config.source_dtypes
@@ -110,17 +110,32 @@ def scaled_gradients(
     return _cotangent(dx, x_dtype), dws, new_state
 
 
-def _multiplies_wide_by_fp8(config, saved):
-    """Returns whether the engine can multiply non-FP8 gradients by saved FP8 operands.
+def _dequantized(config, saved, gathers_x):
+    """Dequantizes the saved FP8 operands that the engine multiplies only by FP8.
+
+    `gathers_x` is whether the kernel gradients need rows of x from other ranks. The
+    rows are then gathered before x is dequantized.
+    """
+    x = saved["x"]
+    if gathers_x and is_scaled(x) and not _multiplies_wide(config, x):
+        gathered = all_gather(config.collective, x)
+        saved = {**saved, "x": None, "gathered": gathered}
+
+    def factor(operand):
+        keeps = _multiplies_wide(config, operand)
+        return operand if keeps else operand.dequantize(config.dtype)
+
+    return map_scaled(factor, saved)
+
+
+def _multiplies_wide(config, operand):
+    """Returns whether the engine can multiply an FP8 operand by one that is not FP8.
 
     cuBLASLt does not. The scales of rows may change along the dimension that a gradient
     contracts, and the engine would multiply them by the FP8 values with one rounding,
     which is exact only for powers of two.
     """
-    leaves = jax.tree.leaves(saved, is_leaf=is_scaled)
-    return not config.is_on_cuda and all(
-        leaf.scales.ndim == 0 for leaf in leaves if is_scaled(leaf)
-    )
+    return not config.is_on_cuda and operand.scales.ndim == 0
 
 
 def _quantized_gradients(config, dys, state):
