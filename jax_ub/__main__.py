@@ -140,7 +140,7 @@ def _report_unwritable(error):
 
 
 def _is_from_program(error):
-    """Returns whether an error comes from the script that explain or trace runs."""
+    """Returns whether an error comes from the user's script, as run by `explain`."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == "runpy" for frame, _ in frames)
 

@@ -31,10 +31,9 @@ std::vector<std::string_view> AttributeNames(const OpInfo& op);
 // out of range or a required attribute is missing. Those of KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Views an array as a tensor [batch, rows, features], whose last two dimensions are
-// rows and features. In an all-reduce, the array is divided into rows of one element
-// instead, or of as many elements as the bias has, because it may be split between any
-// two rows.
+// Views an array as a tensor [batch, rows, features]. The last two dimensions of the
+// array are rows and features, except in an all-reduce, where ranks may divide the array
+// between any two elements: there a row has one element, or as many as the bias has.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,

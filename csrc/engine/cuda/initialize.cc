@@ -233,8 +233,8 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // A group without a communicator is within this process. Its ranks reject the call
-    // for the same reason, without messages.
+    // Without a communicator, all ranks of the group are in this process. Each of them
+    // finds the same error, so none needs a message from another.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;

@@ -53,8 +53,8 @@ class SlotTransport : public Transport {
 
   // Sets the addresses of the slots for the next calls: slot i of every rank is at
   // `offset` + i * `slot_bytes` in the rank's memory. `slot_bytes` must be a result of
-  // StrideOf. All ranks must pass the same values. Slots may move between calls,
-  // because epochs belong to their indices.
+  // StrideOf. All ranks must pass the same values. The address of a slot may change
+  // between calls, because its epoch depends on its index only.
   void SetLayout(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }

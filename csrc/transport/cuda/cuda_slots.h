@@ -112,10 +112,10 @@ class CudaSlots : public Transport {
             const SlotAddresses& slots,
             const SlotStream& stream);
 
-  // Makes the rank fail on the device, and with it all its peers, unless the u32 at
-  // `partition` is `expected`. Must be called before all other methods. An exported
-  // program needs it: it may run on other devices, or in another device order, than it
-  // was lowered for.
+  // Enqueues a check that the u32 at `partition` is `expected`. If not, the call fails
+  // on this rank and on all its peers. Must be called before all other methods. An
+  // exported program needs the check: it may run on other devices, or in another device
+  // order, than it was lowered for.
   void CheckPartition(CUdeviceptr partition, uint32_t expected);
 
   // Returns the distance between slots in the heap, in bytes: `slot_bytes` rounded up.

@@ -135,7 +135,10 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the enabled fusions of "forward", "backward" or "joint", in order."""
+    """Returns the enabled fusions of a pass, "forward", "backward" or "joint" (both).
+
+    The fuser tries them in this order.
+    """
     return tuple(each for each in _FUSIONS[name] if (name, each) not in _DISABLED)
 
 

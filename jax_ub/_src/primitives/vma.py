@@ -71,7 +71,7 @@ def unsharded(tree: Any) -> Any:
 
 
 def with_sharding(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Restores an explicit sharding in the type of a result of `unsharded` operands."""
+    """Gives a result the sharding that `unsharded` removed from the operands."""
     if sharding.mesh.size != 1 or not any(sharding.spec):
         return value
     return jax.sharding.reshard(value, sharding)

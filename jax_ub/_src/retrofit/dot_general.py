@@ -379,7 +379,7 @@ def _why_not_dense(lhs, rhs, contraction, out_dtype):
 
 
 def _whole_features(lhs, contraction):
-    """Returns the result's sharding for a row-parallel layer, with whole features.
+    """Returns the sharding of a row-parallel layer's result, or None.
 
     The leading dimensions are sharded as in x, and the features are replicated. The
     result is None if the mesh has no explicit axes, which need an output sharding.

@@ -425,7 +425,7 @@ def _check_communication(mode, label, direction, overlap: Overlap):
 
 
 def _choices_with_flags(mode, label, flags, choices, found):
-    """Applies flags such as `ub_overlap_ag` to the methods of fprop and dgrad."""
+    """Returns the methods that flags such as `ub_overlap_ag` select, by direction."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
     # Raises an error if a flag contradicts the method that `initialize_ub` configured

@@ -140,8 +140,8 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
         if not is_scaled(w):
             return gather(w)
         values, scales = map(_as_bits, (w.values, w.scales))
-        # Shards of the contracted dimension have the same scales, one per row or
-        # column.
+        # If the contracted dimension is sharded, all shards have the whole scales per
+        # row or column already.
         is_sharded = w.scaling == "block" or shards.dim != config.contracted_dim
         if w.scales.ndim and is_sharded:
             scales = gather(scales)

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-# The client of the service of `jax.distributed` is only in a private module of JAX, and
-# the service accepts no second client.
+# The service of `jax.distributed` accepts one client per process, which only a private
+# module of JAX has.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub._src.errors import (

@@ -91,10 +91,10 @@ def explain(
 
 
 def compiled_text(traced: jax.stages.Traced) -> str:
-    """Compiles a program and returns its optimized HLO, with its own names.
+    """Compiles a program and returns its optimized HLO, with its names of operations.
 
-    By default, JAX's compilation cache ignores the names of operations and may return
-    an equal program that was compiled with other names.
+    By default, JAX's compilation cache ignores these names, and may return an equal
+    program that was compiled with other names.
     """
     option = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, option)

@@ -97,8 +97,8 @@ def command(given: argparse.Namespace) -> int:
             traces.write(trace, file)
     else:
         run = _prepare_op(given) if given.op else _program_runner(given, program)
-        # At its end, this context manager writes the file of this process, even if the
-        # script fails.
+        # When the context ends, it writes the trace of this process, even if the script
+        # has failed.
         traced = traces.trace(given.part or file)
         with traced as recording, command_line.program_stdout(given):
             status = run()
