@@ -28,8 +28,9 @@ step() {
   printf '%-8s %5d s  %s\n' "$status" $((SECONDS - begin)) "$name" | tee -a "$work/report"
 }
 
-# at_once FUNCTION FUNCTION: runs two functions that run steps at the same time. The output
-# of the second one follows the output of the first one.
+# at_once FUNCTION FUNCTION: runs two functions that run steps at the same time, so that no
+# core is idle while a step waits for the network, a deadline or its last test. The output
+# of the second function follows the output of the first one.
 at_once() {
   "$2" >"$work/second.log" 2>&1 &
   "$1"
