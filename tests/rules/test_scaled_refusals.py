@@ -116,6 +116,18 @@ def test_one_wide_kernel_of_several():
     refuses(ShapeContractError, text, call, X, W)
 
 
+@pytest.mark.parametrize("fp8", [None, RECIPES["row"]])
+def test_only_some_of_several_kernels_with_scales_of_blocks(fp8):
+    def call(x, w):
+        return ub.all_gather_matmul(x, (W, w), axis_name="tp", fp8=fp8)
+
+    text = (
+        r"w\[0\] has float32 scales, but w\[1\] has float8_e8m0fnu scales. Quantize "
+        "all kernels of a call by the same recipe"
+    )
+    refuses(ShapeContractError, text, call, WIDE.T if fp8 else X, BLOCK)
+
+
 ONE, BLOCK = scaled((8, 64)), scaled((64, 8), (2, 8), **BLOCKS)
 WRONG_LOCAL = {
     "one wide": (ShapeContractError, "dy is FP8, w is bfloat16. Quantize", ONE, WIDE),

@@ -89,6 +89,7 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
             bias_name=config.bias_name,
             takes_f64=shapes.is_f64(x),
         )
+    _check_same_scales(label, ws)
     if op == "matmul_all_reduce":
         bias = None if biases is None else biases[0]
         check_replicated(config, **{config.bias_name: bias, "residual": residual})
@@ -213,6 +214,18 @@ def check_formats(label: str, **operands: ScaledArray) -> None:
             "multiplies. Make one of them float8_e4m3fn; for gradients use a HYBRID "
             "recipe."
         )
+
+
+def _check_same_scales(label, ws):
+    """Raises an error if only some of several FP8 kernels have scales of blocks."""
+    first = ws[0]
+    for i, w in enumerate(ws):
+        if is_scaled(w) and is_scaled(first) and w.scales.dtype != first.scales.dtype:
+            raise ShapeContractError(
+                f"{label}: w[0] has {first.scales.dtype} scales, but w[{i}] has "
+                f"{w.scales.dtype} scales. Quantize all kernels of a call by the same "
+                "recipe."
+            )
 
 
 def _check_layout(label, name, operand, contracted):

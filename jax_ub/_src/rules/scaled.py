@@ -121,11 +121,20 @@ def _dequantized(config, saved, gathers_x):
         gathered = all_gather(config.collective, x)
         saved = {**saved, "x": None, "gathered": gathered}
 
-    def factor(operand):
-        keeps = _multiplies_wide(config, operand)
-        return operand if keeps else operand.dequantize(config.dtype)
+    return {name: _factors(config, operands) for name, operands in saved.items()}
 
-    return map_scaled(factor, saved)
+
+def _factors(config, operands):
+    """Dequantizes x, or all kernels, unless the engine multiplies them as they are.
+
+    One GEMM, the dgrad, reads all kernels, so they must have the same dtype.
+    """
+    leaves = jax.tree.leaves(operands, is_leaf=is_scaled)
+    scaled = list(filter(is_scaled, leaves))
+    is_mixed = len({operand.dtype for operand in scaled}) > 1
+    if not is_mixed and all(_multiplies_wide(config, each) for each in scaled):
+        return operands
+    return map_scaled(lambda operand: operand.dequantize(config.dtype), operands)
 
 
 def _multiplies_wide(config, operand):
