@@ -164,9 +164,15 @@ def without_source(operand: ScaledArray) -> ScaledArray:
     return ScaledArray(operand.values, operand.scales)
 
 
+def with_scale_of_shape(operand: ScaledArray, shape: tuple[int, ...]) -> ScaledArray:
+    """Returns an FP8 array with its only scale reshaped to () or (1, ..., 1)."""
+    return ScaledArray(operand.values, operand.scales.reshape(shape), operand.source)
+
+
 def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
-    """Returns an FP8 array with its only scale reshaped to a scalar."""
-    return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
+    """Returns an FP8 array whose scale is a scalar, if it has one per tensor."""
+    is_tensor = operand.scaling == "tensor"
+    return with_scale_of_shape(operand, ()) if is_tensor else operand
 
 
 def cotangent_of_scaled(gradient: jax.Array | None) -> ScaledArray:

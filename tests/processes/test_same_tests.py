@@ -32,6 +32,7 @@ SAME = [
             "many_calls",
             "random_models",
             "random_programs",
+            "scaled_kernels",
             "scaled_linear",
             "scaled_transformations",
             "summed_matmuls",

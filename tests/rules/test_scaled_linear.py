@@ -109,36 +109,6 @@ def test_a_kernel_stays_fp8_if_only_x_is_dequantized():
     }
 
 
-HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
-
-
-@pytest.mark.parametrize(
-    ("second", "role"), [(RECIPES["row"], "kernel"), (HYBRID, "output_grad")]
-)
-def test_kernels_with_different_scales_or_formats_share_a_gather(second, role):
-    # Role "output_grad" gives e5m2 values. Its scales belong to rows, so it quantizes
-    # the transposed kernel.
-    def layer(x, w1, w2):
-        x, w1 = quantized(CURRENT, x, w1)
-        if role == "kernel":
-            w2 = ub.quantize(w2, second, role=role)
-        else:
-            w2 = jax.tree.map(jnp.transpose, ub.quantize(w2.T, second, role=role))
-        return jnp.stack(ub.all_gather_matmul(x, (w1, w2), axis_name="tp"))
-
-    specs = ROWS, COLUMNS, COLUMNS
-    function = on_ranks(layer, tp_mesh(2), specs, P(None, None, "tp"))
-    x, w, _ = operands()
-    # Powers of two are exact in e5m2, too.
-    values = x, w, np.sign(integers(3, w.shape))
-
-    def wanted(x, w1, w2):
-        return jnp.stack([plain(x, w, 0.0) for w in (w1, w2)])
-
-    text = assert_exact(function, values, wanted)
-    assert num_fp8_arrays(text)["matmul_reduce_scatter"] == 0
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_scale_may_be_agreed_on_by_ranks_with_one_row(check_vma):
     # The shape of the scale is that of a scale per row. Only `check_vma` tells that it

@@ -33,7 +33,9 @@ from jax_ub._src.scaled_array import (
     amax_of,
     cast,
     is_scaled,
+    map_scaled,
     row_scales,
+    with_scalar_scale,
 )
 
 # Reason, for reports, why partial sums that are sent as FP8 do not overlap with their
@@ -98,7 +100,7 @@ def column_forward(
     Returns:
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
     """
-    ws = whole_kernels(config, ws)
+    ws = _rank_kernels(config, ws)
     options = _options(config, config.out_dtype)
     if config.overlap:
         ys, gathered = matmuls.all_gather_matmul(
@@ -135,10 +137,10 @@ def row_forward(
     Bias and residual are added once, after the reduction. If x is a tuple with one
     array for each kernel, the products are added, too.
     """
-    ws = whole_kernels(config, ws)
+    op, reducing = config.mode.op, config.collective
+    ws = _rank_kernels(config, ws) if op == "matmul" else whole_kernels(config, ws)
     xs = x if isinstance(x, tuple) else (x,)
     (bias,) = biases or (None,)
-    op, reducing = config.mode.op, config.collective
     is_one_call = op == "matmul"
     if config.overlap:
         reducing = config.overlapped
@@ -167,6 +169,15 @@ def row_forward(
         parts.append(scatter(reducing, partial, out_dtype=sum_dtype))
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
     return (reference.add(y, bias, residual, out_dtype=config.out_dtype),), None
+
+
+def _rank_kernels(config, ws):
+    """Returns the whole kernels that one rank multiplies.
+
+    Their FP8 scales per tensor are scalars, since no GEMM also reads other ranks'
+    kernels.
+    """
+    return map_scaled(with_scalar_scale, whole_kernels(config, ws))
 
 
 def _options(config, out_dtype) -> dict[str, Any]:

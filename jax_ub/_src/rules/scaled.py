@@ -30,6 +30,7 @@ from jax_ub._src.fp8.recipes import (
     has_one_scale,
 )
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
+from jax_ub._src.parallel import COLUMN
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradients
@@ -43,7 +44,7 @@ from jax_ub._src.scaled_array import (
     cotangent_of_scaled,
     is_scaled,
     map_scaled,
-    with_scalar_scale,
+    with_scale_of_shape,
     without_source,
 )
 
@@ -58,28 +59,36 @@ def _with_scalar_scales(
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Reshapes per-tensor FP8 scales to scalars, unless ranks may have different ones.
 
-    If a scale of a gathered or contracted tensor may differ, it keeps its shape, and
-    belongs to the rows of its rank. An operand is agreed if a recipe has made its scale
-    equal on all ranks.
+    If a scale of a gathered or contracted tensor may differ, all its sizes are 1, and
+    it belongs to the rows or columns of its rank. An operand is agreed if a recipe has
+    made its scale equal on all ranks.
     """
 
-    def scalar(operand, axis, may_differ):
-        # Operands without a recipe may have a different scale on each rank. Without
-        # `check_vma` this is assumed of all scales that have the shape of scales per
-        # row, also if there is only one row or column.
-        differs = (
-            bool(config.varying(operand.scales))
-            if config.is_vma_checked
-            else is_per_row(operand, axis)
-        )
-        keeps = operand.scaling != "tensor" or (may_differ and differs)
-        return operand if keeps else with_scalar_scale(operand)
+    def reshaped(operand, differs):
+        if operand.scaling != "tensor":
+            return operand
+        return with_scale_of_shape(operand, (1,) * operand.ndim if differs else ())
 
-    communicates = config.mode.op != "matmul"
-    shares_w = communicates and not config.mode.gathers_x
-    x = scalar(x, x.ndim - 1, communicates and not is_x_agreed)
-    w_axis, may_differ = config.contracted_dim, shares_w and not is_w_agreed
-    return x, tuple(scalar(w, w_axis, may_differ) for w in ws)
+    # Operands without a recipe may have a different scale on each rank. Without
+    # `check_vma` this is assumed of scales that have the shape of scales per row, also
+    # if there is only one row or column, and of kernels whose scales need no agreement.
+    def differs(operand, is_assumed):
+        if config.is_vma_checked:
+            return bool(config.varying(operand.scales))
+        return is_assumed
+
+    def w_differs(w):
+        # The dgrad of a column-parallel layer contracts over the kernels of all ranks.
+        # On CPUs it is one GEMM; on GPUs each rank multiplies only by its own kernel.
+        is_column = config.mode.parallel == COLUMN
+        if is_w_agreed or not has_peers or (is_column and config.is_on_cuda):
+            return False
+        return differs(w, is_column or is_per_row(w, config.contracted_dim))
+
+    has_peers = config.num_ranks > 1
+    may_differ = has_peers and config.mode.op != "matmul" and not is_x_agreed
+    x_differs = may_differ and differs(x, is_per_row(x, x.ndim - 1))
+    return reshaped(x, x_differs), tuple(reshaped(w, w_differs(w)) for w in ws)
 
 
 def scaled_gradients(
@@ -116,35 +125,35 @@ def _dequantized(config, saved, gathers_x):
     `gathers_x` is whether the kernel gradients need rows of x from other ranks. The
     rows are then gathered before x is dequantized.
     """
-    x = saved["x"]
+    x, gathered, ws = (saved[name] for name in ("x", "gathered", "ws"))
     if gathers_x and is_scaled(x) and not _multiplies_wide(config, x):
         gathered = all_gather(config.collective, x)
-        saved = {**saved, "x": None, "gathered": gathered}
+        x = None
 
-    return {name: _factors(config, operands) for name, operands in saved.items()}
+    def factor(operand):
+        keeps = _multiplies_wide(config, operand)
+        return operand if keeps else operand.dequantize(config.dtype)
 
-
-def _factors(config, operands):
-    """Dequantizes x, or all kernels, unless the engine multiplies them as they are.
-
-    One GEMM, the dgrad, reads all kernels, so they must have the same dtype.
-    """
-    leaves = jax.tree.leaves(operands, is_leaf=is_scaled)
-    scaled = list(filter(is_scaled, leaves))
-    is_mixed = len({operand.dtype for operand in scaled}) > 1
-    if not is_mixed and all(_multiplies_wide(config, each) for each in scaled):
-        return operands
-    return map_scaled(lambda operand: operand.dequantize(config.dtype), operands)
+    x, gathered = map_scaled(factor, (x, gathered))
+    # One GEMM, the dgrad, reads all kernels, so they must have the same dtype.
+    kernels = ws or ()
+    has_one_dtype = len({w.dtype for w in kernels}) <= 1
+    keeps = all(_multiplies_wide(config, w, is_kernel=True) for w in kernels)
+    if not (has_one_dtype and keeps):
+        ws = tuple(w.dequantize(config.dtype) for w in kernels)
+    return {**saved, "x": x, "gathered": gathered, "ws": ws}
 
 
-def _multiplies_wide(config, operand):
+def _multiplies_wide(config, operand, is_kernel=False):
     """Returns whether the engine can multiply an FP8 operand by one that is not FP8.
 
     cuBLASLt does not. The scales of rows may change along the dimension that a gradient
     contracts, and the engine would multiply them by the FP8 values with one rounding,
-    which is exact only for powers of two.
+    which is exact only for powers of two. It multiplies the only scale of a rank's
+    kernel by the f32 sums.
     """
-    return not config.is_on_cuda and operand.scales.ndim == 0
+    has_one = operand.scaling == "tensor" if is_kernel else operand.scales.ndim == 0
+    return has_one and not config.is_on_cuda
 
 
 def _quantized_gradients(config, dys, state):

@@ -142,8 +142,11 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
         values, scales = map(_as_bits, (w.values, w.scales))
         # If the contracted dimension is sharded, all shards have the whole scales per
         # row or column already.
-        is_sharded = w.scaling == "block" or shards.dim != config.contracted_dim
-        if w.scales.ndim and is_sharded:
+        is_per_column = (
+            w.scales.ndim and w.scales.shape[shards.dim] == w.shape[shards.dim]
+        )
+        is_sharded = shards.dim != config.contracted_dim and is_per_column
+        if w.scaling == "block" or is_sharded:
             scales = gather(scales)
         return ScaledArray(
             _from_bits(gather(values), w.values), _from_bits(scales, w.scales)

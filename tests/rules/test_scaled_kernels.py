@@ -1,0 +1,143 @@
+"""FP8 kernels whose scales differ: between ranks, or between kernels of a call."""
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import covering
+from jax.sharding import PartitionSpec as P
+from layouts import visible
+from operands import normal
+from programs import by_method, call_lines, compiled_text, on_ranks, tp_mesh
+from scaled_operands import (
+    COLUMN,
+    COLUMNS,
+    METHODS,
+    RECIPES,
+    ROWS,
+    SPECS,
+    assert_exact,
+    integers,
+    plain,
+    quantized,
+)
+from scaled_operands import operands as exact_operands
+
+import jax_ub as ub
+
+RECIPE = ub.fp8.Float8CurrentScaling()
+NUM_RANKS, NUM_FEATURES = 3, 4  # features of each rank
+REPLICATED = ("column", False)
+
+
+def layer(mode, is_layer_quantized, **options):
+    """Returns a function (x, w) that quantizes each rank's kernel on its own."""
+
+    def call(x, w):
+        w = ub.quantize(w, RECIPE, role="kernel")
+        if is_layer_quantized:
+            options["fp8"] = RECIPE
+        else:
+            x = ub.quantize(x, RECIPE, axis_name="tp" if mode is COLUMN else None)
+        column = {"parallel": "column", "sequence_parallel": mode is COLUMN}
+        return ub.linear(x, w, axis_name="tp", **column, **options)
+
+    return call
+
+
+def gradient_of_x(function, x, w, dy):
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(function(x, w) * dy)))
+    return gradient(x), compiled_text(gradient, x)
+
+
+def operands():
+    """Returns x, w and dy. The kernels of the ranks differ 10,000-fold."""
+    size = NUM_RANKS * NUM_FEATURES
+    magnitudes = np.repeat(np.float32([1, 100, 10_000]), NUM_FEATURES)
+    w = normal(1, (64, size)) * magnitudes
+    return normal(0, (2 * NUM_RANKS, 64)), w, normal(2, (2 * NUM_RANKS, size))
+
+
+def assert_gradient(dx, w, dy, quantizes_dy):
+    """Compares with f64 on the dequantized kernels of all ranks."""
+
+    def wide(array, role):
+        q = ub.quantize(array, RECIPE, role=role)
+        return formulas.dequantize(q.values, q.scales)
+
+    kernels = np.split(w, NUM_RANKS, 1)
+    w = np.concatenate([wide(kernel, "kernel") for kernel in kernels], 1)
+    dy = wide(dy, "output_grad") if quantizes_dy else dy.astype(np.float64)
+    wanted, bound = dy @ w.T, 20 * 2.0**-24 * (np.abs(dy) @ np.abs(w).T)
+    for place, part in visible(dx):
+        assert np.all(np.abs(wanted[place] - np.asarray(part)) <= bound[place])
+
+
+@covering(method=[*METHODS, "bulk"], is_layer_quantized=[True, False])
+def test_the_gradient_of_x_has_the_scale_of_each_rank(method, is_layer_quantized):
+    mesh = tp_mesh(NUM_RANKS)
+    call = layer(COLUMN, is_layer_quantized, **by_method(method, mesh))
+    function = on_ranks(call, mesh, (ROWS, COLUMNS), COLUMNS)
+    x, w, dy = operands()
+    dx, _ = gradient_of_x(function, x, w, dy)
+    assert_gradient(dx, w, dy, is_layer_quantized)
+
+
+@pytest.mark.parametrize("mode", [COLUMN, REPLICATED])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_with_different_scales_stay_fp8(mode, check_vma):
+    (x_spec, *_), _ = SPECS[mode]
+    call = layer(mode, False)
+    function = on_ranks(
+        call, tp_mesh(NUM_RANKS), (x_spec, COLUMNS), COLUMNS, check_vma=check_vma
+    )
+    x, w, dy = operands()
+    dx, text = gradient_of_x(function, x, w, dy)
+    (line,) = (line for line in call_lines(text) if "f8e4m3fn[" in line)
+    assert line.count("f8e4m3fn[") == 1
+    assert_gradient(dx, w, dy, False)
+
+
+@pytest.mark.parametrize("axis_name", ["tp", None])
+def test_only_scales_that_differ_are_scales_of_the_ranks(axis_name):
+    def call(x, w):
+        x = ub.quantize(x, RECIPE, axis_name="tp")
+        w = ub.quantize(w, RECIPE, role="kernel", axis_name=axis_name)
+        return ub.linear(x, w, parallel="column", axis_name="tp")
+
+    function = on_ranks(call, tp_mesh(NUM_RANKS), (ROWS, COLUMNS), COLUMNS)
+    _, text = gradient_of_x(function, *operands())
+    (line,) = (line for line in call_lines(text) if "f8e4m3fn[" in line)
+    assert ("has_row_scales = 1" in line) == (axis_name is None)
+
+
+HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
+
+
+@pytest.mark.parametrize(
+    ("second", "role"), [(RECIPES["row"], "kernel"), (HYBRID, "output_grad")]
+)
+def test_kernels_with_different_scales_or_formats_share_a_gather(second, role):
+    # Role "output_grad" gives e5m2 values. Its scales belong to rows, so it quantizes
+    # the transposed kernel.
+    def layer(x, w1, w2):
+        x, w1 = quantized(RECIPES["current"], x, w1)
+        if role == "kernel":
+            w2 = ub.quantize(w2, second, role=role)
+        else:
+            w2 = jax.tree.map(jnp.transpose, ub.quantize(w2.T, second, role=role))
+        return jnp.stack(ub.all_gather_matmul(x, (w1, w2), axis_name="tp"))
+
+    specs = ROWS, COLUMNS, COLUMNS
+    function = on_ranks(layer, tp_mesh(2), specs, P(None, None, "tp"))
+    x, w, _ = exact_operands()
+    # Powers of two are exact in e5m2, too.
+    values = x, w, np.sign(integers(3, w.shape))
+
+    def wanted(x, w1, w2):
+        return jnp.stack([plain(x, w, 0.0) for w in (w1, w2)])
+
+    text = assert_exact(function, values, wanted)
+    dgrad = next(line for line in call_lines(text) if "matmul_reduce_scatter" in line)
+    assert "f8e" not in dgrad
