@@ -313,6 +313,36 @@ def test_layers_take_kernels_that_are_quantized_already(name, recipe):
                 np.testing.assert_allclose(new[path][...], old[path][...], rtol=rtol)
 
 
+@pytest.mark.parametrize("parallel", ["column", "row"])
+def test_shards_of_a_given_kernel_must_have_one_scale(parallel):
+    options = {"fsdp_axes": "dp", "fp8": RECIPES["current"], "use_bias": False}
+    layer = Linear(64, 32, parallel=parallel, rngs=nnx.Rngs(0), **options)
+    graph, params = nnx.split(layer)
+
+    def forward(axis_name):
+        def call(params, x):
+            given = FP8.quantize_params(params, axis_name=axis_name, select=is_kernel)
+            return nnx.merge(graph, given)(x)
+
+        spec = P("dp", "tp") if parallel == "column" else P("tp", "dp")
+        specs = jax.tree.map(lambda _: spec, params)
+        x_spec, y_spec = P(("dp", "tp")), P("dp", "tp")
+        if parallel == "row":
+            x_spec, y_spec = y_spec, x_spec
+        return jax.shard_map(
+            call, mesh=dp_tp_mesh(2, 2), in_specs=(specs, x_spec), out_specs=y_spec
+        )
+
+    x = normal(0, (16, 64))
+    text = (
+        r"w has one scale per tensor, which differs over \('dp',\). Pass axis_name to"
+    )
+    with pytest.raises(ShapeContractError, match=text):
+        jax.eval_shape(forward("tp"), params, x)
+    wanted = x @ layer.kernel[...]
+    assert relative_error(jax.jit(forward(("dp", "tp")))(params, x), wanted) < 0.045
+
+
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
     recipe = RECIPES["current"]

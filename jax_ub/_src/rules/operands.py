@@ -199,11 +199,13 @@ def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
     _check_layout(label, "x", x, x_axis)
     _check_layout(label, "w", w, w_axis)
     check_formats(label, x=x, w=w)
+    if config.shards is not None:
+        _check_agreed(label, "w", w, w_axis, config.shards.axes)
     if config.num_ranks == 1 or config.mode.op == "matmul":
         return
-    _check_agreed(config, "x", x, x_axis)
+    _check_agreed(label, "x", x, x_axis, config.axis_name)
     if not config.mode.gathers_x:
-        _check_agreed(config, "w", w, w_axis)
+        _check_agreed(label, "w", w, w_axis, config.axis_name)
 
 
 def check_formats(label: str, **operands: ScaledArray) -> None:
@@ -257,15 +259,16 @@ def is_per_row(operand, contracted):
     return operand.scales.shape == _scales_shape(operand, contracted, 1)
 
 
-def _check_agreed(config, name, operand, contracted):
+def _check_agreed(label, name, operand, contracted, axes):
     """Raises an error if ranks with parts of one FP8 tensor have different scales.
 
-    Only `jax.shard_map(check_vma=True)` knows whether it differs.
+    `axes` are the mesh axes of these ranks. Only `jax.shard_map(check_vma=True)` knows
+    whether the scale differs.
     """
-    differs = config.varying(operand.scales)
+    differs = vma.axes_of(operand.scales).intersection(axes)
     if differs and operand.scaling == "tensor" and not is_per_row(operand, contracted):
         raise ShapeContractError(
-            f"{config.label}: {name} has one scale per tensor, which differs over "
+            f"{label}: {name} has one scale per tensor, which differs over "
             f"{tuple(sorted(differs))}. Pass axis_name to ub.quantize."
         )
 
