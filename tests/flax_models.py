@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from random_parameters import random_parameters
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -31,10 +32,12 @@ class Block(nnx.Module):
 
 def plain_block(rngs=None) -> Block:
     """A block of Flax's layers, without a mesh."""
+    if rngs is None:
+        return random_model(lambda: plain_block(nnx.Rngs(0)))
     return Block(
         lambda rngs: nnx.Linear(16, 32, rngs=rngs),
         lambda rngs: nnx.Linear(32, 16, rngs=rngs),
-        rngs if rngs is not None else nnx.Rngs(0),
+        rngs,
     )
 
 
@@ -62,20 +65,34 @@ def assert_learns_as(model, x, found, **tolerances):
 
 
 def random_variables(module, x):
-    """Returns random parameters of a linen module."""
-    return random_parameters(jax.eval_shape(module.init, jax.random.key(0), x))
+    """Returns random parameters of a linen module, and its initial FP8 states."""
+    shapes = jax.eval_shape(module.init, jax.random.key(0), x)
+    return jax.tree.map(jnp.asarray, random_parameters(shapes))
 
 
-def random_parameters(shapes):
-    """Returns random parameters: no bias is zero, and no scale is one."""
-    random = np.random.default_rng(0)
+def random_model(create):
+    """Returns the nnx model that `create` returns, with random parameters.
 
-    def values(path, leaf):
-        noise = 0.3 * random.standard_normal(leaf.shape)
-        noise += path[-1].key == "scale"
-        return jnp.asarray(noise.astype(leaf.dtype))
+    Models with the same paths and shapes have the same parameters. `create` is only
+    traced, and must create its `nnx.Rngs`.
+    """
+    graph, state = nnx.split(nnx.eval_shape(create))
+    shapes = nnx.to_pure_dict(state)
+    values = random_parameters(shapes)
+    if not jax.sharding.get_abstract_mesh().empty:
+        values = jax.device_put(values, jax.tree.map(_spec, shapes))
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
+    return nnx.merge(graph, state)
 
-    return jax.tree.map_with_path(values, shapes)
+
+def random_layer(layer, *sizes, **options):
+    """Returns an nnx layer with random parameters."""
+    rngs = {"params": 0, "dropout": 7}
+    return random_model(lambda: layer(*sizes, rngs=nnx.Rngs(**rngs), **options))
+
+
+def _spec(shape):
+    return P() if shape.sharding is None else shape.sharding.spec
 
 
 def linen_specs(variables):

@@ -1,5 +1,6 @@
 """`fp8=` of the nnx and linen layers."""
 
+import functools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from covering import covering, nightly
 from flax import linen as nn
 from flax import nnx
-from flax_models import random_variables
+from flax_models import random_layer, random_model, random_variables
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
@@ -51,14 +52,22 @@ LAYERS = {
 X = normal(0, (2, 32, 64))
 
 
-def value_and_gradients(model, x):
-    """Returns the loss, and its gradients by parameters and by FP8 states."""
+def layer(name, **options):
+    """Returns a layer with random parameters."""
+    return random_layer(LAYERS[name], **options)
+
+
+def value_and_gradients(model, x, prepare=lambda params, states: params):
+    """Returns the loss, and its gradients by parameters and by FP8 states.
+
+    `prepare` maps the parameters to those that the model is called with.
+    """
     graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
 
     @jax.jit
     def run(params, states, x):
         def loss(params, states):
-            y = nnx.merge(graph, params, states)(x)
+            y = nnx.merge(graph, prepare(params, states), states)(x)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
         return jax.value_and_grad(loss, (0, 1))(params, states)
@@ -79,8 +88,8 @@ def relative_error(found, wanted):
 def test_every_layer_is_close_to_f32(name, recipe):
     mesh = tp_mesh(2)
     with jax.set_mesh(mesh):
-        plain = LAYERS[name](rngs=nnx.Rngs(0))
-        model = LAYERS[name](rngs=nnx.Rngs(0), fp8=RECIPES[recipe])
+        plain = layer(name)
+        model = layer(name, fp8=RECIPES[recipe])
         wanted = value_and_gradients(plain, X)
         found = value_and_gradients(model, X)
     assert abs(found[0] - wanted[0]) < 0.05 * wanted[0]
@@ -92,7 +101,7 @@ def test_every_layer_is_close_to_f32(name, recipe):
 def test_the_states_of_all_layers_are_updated():
     recipe = RECIPES["delayed"]
     with jax.set_mesh(dp_tp_mesh(2, 2)):
-        model = TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), fp8=recipe)
+        model = layer("transformer", fp8=recipe)
         _, _, new, (run, params, states) = value_and_gradients(model, X)
         updated = FP8.apply_updates(states, new)
         (_, (_, newer)) = run(params, updated, X)
@@ -114,9 +123,7 @@ def test_the_states_of_all_layers_are_updated():
 def test_nothing_falls_back():
     ub.fallbacks(clear=True)
     with jax.set_mesh(tp_mesh(2)):
-        model = TransformerLayer(
-            64, 128, 4, rngs=nnx.Rngs(0), fp8=RECIPES["current"], use_bias=False
-        )
+        model = layer("transformer", fp8=RECIPES["current"])
         *_, (run, params, states) = value_and_gradients(model, X)
         text = compiled_text(run, params, states, X)
     assert not ub.fallbacks(clear=True)
@@ -131,10 +138,10 @@ def test_nothing_falls_back():
 @pytest.mark.parametrize("recipe", ["delayed", *nightly("current")])
 def test_fsdp(recipe):
     with jax.set_mesh(dp_tp_mesh(2, 2)):
-        options = {"rngs": nnx.Rngs(0), "parallel": "column"}
-        plain = Linear(64, 32, **options)
-        options["rngs"] = nnx.Rngs(0)
-        model = Linear(64, 32, **options, fsdp_axes="dp", fp8=RECIPES[recipe])
+        plain, model = (
+            layer("column", **options)
+            for options in ({}, {"fsdp_axes": "dp", "fp8": RECIPES[recipe]})
+        )
         wanted, found = (value_and_gradients(each, X) for each in (plain, model))
     assert relative_error(found[1], wanted[1]) < 0.1
 
@@ -149,6 +156,11 @@ class Pair(nnx.Module):
         return self.down(self.up(x))
 
 
+def pair(**options):
+    """Returns two layers with random parameters."""
+    return random_model(lambda: Pair(**options))
+
+
 @covering(recipe=RECIPES, layout=[(2, "float32"), (4, "float32"), (4, "bfloat16")])
 def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
     """With four shards, a shard has half a block of MXFP8 along K."""
@@ -157,7 +169,7 @@ def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
         x = normal(0, (4, 32, 64), dtype)
         options = {"fp8": RECIPES[recipe], "dtype": dtype}
         wanted, found = (
-            value_and_gradients(Pair(**options, **fsdp), x)[:3]
+            value_and_gradients(pair(**options, **fsdp), x)[:3]
             for fsdp in ({}, {"fsdp_axes": "dp"})
         )
     assert found[0] == wanted[0]
@@ -170,7 +182,7 @@ def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
 def test_fsdp_sends_and_saves_one_byte_per_element(recipe):
     """In a scan over layers, the forward pass saves shards, not whole kernels."""
     with jax.set_mesh(dp_tp_mesh(2, 2)):
-        model = Pair(fp8=RECIPES[recipe], fsdp_axes="dp", dtype=jnp.bfloat16)
+        model = pair(fp8=RECIPES[recipe], fsdp_axes="dp", dtype=jnp.bfloat16)
         graph, params = nnx.split(model)
 
         def loss(params, x):
@@ -195,16 +207,16 @@ def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, rec
     options = {"fp8": RECIPES[recipe], "use_bias": False, "fsdp_axes": "dp"}
     with jax.set_mesh(dp_tp_mesh(2, 2)):
         if library == "nnx":
-            graph, params = nnx.split(Pair(**options))
+            graph, params = nnx.split(pair(**options))
         else:
             up = linen.Linear(128, parallel="column", **options)
-            pair = nn.Sequential([up, linen.Linear(64, parallel="row", **options)])
-            params = random_variables(pair, X)
+            model = nn.Sequential([up, linen.Linear(64, parallel="row", **options)])
+            params = random_variables(model, X)
 
         def layers(params, x):
             if library == "nnx":
                 return nnx.merge(graph, params)(x)
-            return pair.apply(params, x)
+            return model.apply(params, x)
 
         def loss(params, layers):
             def body(x, _):
@@ -230,7 +242,7 @@ def test_linen_layers_and_their_state(recipe):
         linen.TransformerLayer(64, 128, 4, **each) for each in ({}, options)
     )
     with jax.set_mesh(tp_mesh(2)):
-        variables = model.init(jax.random.key(0), x)
+        variables = random_variables(model, x)
         params, state = variables["params"], variables.get("_overwrite_with_gradient")
         assert (state is not None) == (recipe == "delayed")
 
@@ -254,9 +266,9 @@ def test_linen_layers_and_their_state(recipe):
 
 
 def test_a_wrong_recipe():
-    for layer in (LAYERS["mlp"], LAYERS["column"]):
+    for name in ("mlp", "column"):
         with pytest.raises(ConfigurationError, match="fp8 = 'hybrid' is not"):
-            layer(rngs=nnx.Rngs(0), fp8="hybrid")
+            LAYERS[name](rngs=nnx.Rngs(0), fp8="hybrid")
 
 
 def is_kernel(path, _):
@@ -290,24 +302,15 @@ def test_layers_take_kernels_that_are_quantized_already(name, recipe):
     """
     recipe, has_other_scales = RECIPES[recipe], name in ("attention", "transformer")
     with jax.set_mesh(tp_mesh(2)):
-        model = LAYERS[name](rngs=nnx.Rngs(0), fp8=recipe)
-        graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
-
-        def loss(params, states, is_given):
-            if is_given:
-                params = given_kernels(recipe, params, states)
-            y = nnx.merge(graph, params, states)(X)
-            return jnp.mean(y.astype(jnp.float32) ** 2)
-
-        step = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
-        (wanted, gradients), (found, of_given) = (
-            step(params, states, is_given) for is_given in (False, True)
-        )
+        model = layer(name, fp8=recipe)
+        wanted, gradients, old, _ = value_and_gradients(model, X)
+        prepare = functools.partial(given_kernels, recipe)
+        found, of_given, new, _ = value_and_gradients(model, X, prepare)
     rtol = 0.1 if has_other_scales else 1e-5
     assert relative_error(found, wanted) < rtol
-    assert relative_error(of_given[0], gradients[0]) < rtol
+    assert relative_error(of_given, gradients) < rtol
     if recipe is RECIPES["delayed"]:
-        new, old = (dict(nnx.to_flat_state(of[1])) for of in (of_given, gradients))
+        new, old = (dict(nnx.to_flat_state(states)) for states in (new, old))
         for path in new:
             if not {"key", "value", "query"} & {*path}:
                 np.testing.assert_allclose(new[path][...], old[path][...], rtol=rtol)
@@ -348,7 +351,7 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
     recipe = RECIPES["current"]
     with jax.set_mesh(tp_mesh(2)):
         if library == "nnx":
-            graph, params = nnx.split(LAYERS["mlp"](rngs=nnx.Rngs(0), fp8=recipe))
+            graph, params = nnx.split(layer("mlp", fp8=recipe))
         else:
             model = linen.LayerNormMLP(64, 128, fp8=recipe)
             params = random_variables(model, X)
@@ -376,8 +379,8 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
         run = jax.jit(step)
         text = compiled_text(run, params, xs)
         found = run(params, xs)
-        total = jax.jit(lambda params: sum(loss(params, x) for x in xs))
-        wanted = jax.grad(total)(params)
+        total = jax.grad(lambda params: sum(loss(params, x) for x in xs))
+        wanted = jax.jit(total)(params)
     assert relative_error(found, wanted) < 0.02
     # Kernels [64, 128 / 2] and [128 / 2, 64].
     casts = re.findall(r"= f8e4m3fn\[64,64\]\S* convert\(", text)
@@ -392,7 +395,7 @@ def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type):
     recipe, axis_types = RECIPES["current"], (getattr(AxisType, axis_type),) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axis_types)
     with jax.set_mesh(mesh):
-        graph, params = nnx.split(Pair(fp8=recipe, fsdp_axes="dp"))
+        graph, params = nnx.split(pair(fp8=recipe, fsdp_axes="dp"))
         x = jax.device_put(normal(0, (4, 32, 64)), P("dp", "tp"))
 
         def loss(params, is_given):
@@ -409,7 +412,7 @@ def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type):
 def test_a_layer_with_given_kernels_is_not_exported_with_symbolic_sizes():
     recipe = RECIPES["current"]
     with jax.set_mesh(tp_mesh(2)):
-        graph, params = nnx.split(LAYERS["column"](rngs=nnx.Rngs(0), fp8=recipe))
+        graph, params = nnx.split(layer("column", fp8=recipe))
         given = FP8.quantize_params(params, recipe)
         (tokens,) = jax.export.symbolic_shape("2*n")
         x = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
@@ -423,7 +426,7 @@ def test_a_given_kernel_has_one_scale():
     text = r"kernel is a ub\.ScaledArray with scales of shape \(1, 64\), but a layer ta"
     with jax.set_mesh(tp_mesh(2)):
         recipe = RECIPES["row"]
-        graph, params = nnx.split(LAYERS["row"](rngs=nnx.Rngs(0), fp8=recipe))
+        graph, params = nnx.split(layer("row", fp8=recipe))
         params = FP8.quantize_params(params, recipe)
         with pytest.raises(ShapeContractError, match=text):
             nnx.merge(graph, params)(X)
@@ -435,14 +438,14 @@ def test_a_given_kernel_has_one_scale():
 def test_parameters_that_are_quantized_already_are_rejected(name, parameter):
     text = rf"{parameter} is a ub\.ScaledArray, .* Pass {parameter}\.source; with fp8"
     with jax.set_mesh(tp_mesh(2)):
-        graph, params = nnx.split(LAYERS[name](rngs=nnx.Rngs(0)))
+        graph, params = nnx.split(layer(name))
         model = nnx.merge(graph, FP8.quantize_params(params))
         with pytest.raises(ShapeContractError, match=text):
             model(X)
-        layer = {
+        module = {
             "column": linen.Linear(64, parallel="column"),
             "attention": linen.MultiHeadAttention(4),
         }[name]
-        variables = FP8.quantize_params(layer.init(jax.random.key(0), X))
+        variables = FP8.quantize_params(random_variables(module, X))
         with pytest.raises(ShapeContractError, match=text):
-            layer.apply(variables, X)
+            module.apply(variables, X)

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from flax_models import random_model, random_variables
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
 
@@ -40,9 +41,8 @@ class Net(nnx.Module):
 
 
 def net(**options):
-    return nnx.split(
-        Net(fp8=RECIPE, **options), nnx.Param, OverwriteWithGradient, MainGrad
-    )
+    model = random_model(lambda: Net(fp8=RECIPE, **options))
+    return nnx.split(model, nnx.Param, OverwriteWithGradient, MainGrad)
 
 
 def loss_of(graph, *state):
@@ -194,7 +194,7 @@ def linen_loss(variables):
 
 
 def test_flaxs_train_state_takes_over_the_state():
-    variables = LinenNet().init(jax.random.key(0), X)
+    variables = random_variables(LinenNet(), X)
     state = TrainState.create(
         apply_fn=LinenNet().apply, params=variables, tx=optax.adamw(1e-2)
     )
@@ -208,7 +208,7 @@ def test_flaxs_train_state_takes_over_the_state():
 
 
 def test_a_step_as_maxtexts_finds_the_state_by_the_name_of_its_type():
-    model = Net(fp8=RECIPE)
+    model = random_model(lambda: Net(fp8=RECIPE))
 
     def is_state(_, value):
         return getattr(value, "type", type(value)).__name__ == COLLECTION
@@ -246,7 +246,7 @@ def test_orbax_restores_the_state(tmp_path):
 
 def test_checkpoints_move_between_fp8_and_other_models(tmp_path):
     graph, params, states, _ = net()
-    plain, plain_params = nnx.split(Net())
+    plain, plain_params = nnx.split(random_model(Net))
     into_fp8 = saved_and_restored(tmp_path / "plain", plain_params, params)
     assert np.isfinite(loss_of(graph, into_fp8, states)(X))
     back = saved_and_restored(tmp_path / "fp8", params, plain_params)

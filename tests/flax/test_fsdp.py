@@ -19,6 +19,8 @@ from flax_models import (
     loss,
     loss_and_gradients,
     plain_block,
+    random_model,
+    random_variables,
 )
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -51,9 +53,8 @@ def block(make=Linear, up=None, down=None, **options):
             given["kernel_metadata"] = names
         return lambda rngs: make(*sizes, rngs=rngs, **given, **options)
 
-    return Block(
-        layer((16, 32), "column", up), layer((32, 16), "row", down), nnx.Rngs(0)
-    )
+    up, down = layer((16, 32), "column", up), layer((32, 16), "row", down)
+    return random_model(lambda: Block(up, down, nnx.Rngs(0)))
 
 
 def with_dot_general():
@@ -160,12 +161,16 @@ def test_any_sharding_of_the_examples_gives_the_same(types, shape, options):
 def test_a_transformer_layer_takes_the_axes_for_all_its_kernels(types):
     sizes, options = (16, 32, 4), {"activation": "swiglu", "num_gqa_groups": 2}
     x = normal(0, (8, 8, 16))
-    plain = TransformerLayer(*sizes, rngs=nnx.Rngs(0), **options)
+
+    def create(**more):
+        made = {"rngs": nnx.Rngs(0), **options, **more}
+        return TransformerLayer(*sizes, **made)
+
+    plain = random_model(create)
     with jax.set_mesh(mesh_of(shape=(1, 1, 1))):
         expected = nnx.jit(nnx.value_and_grad(loss))(plain, x)
     with jax.set_mesh(mesh_of(types)):
-        made = {"rngs": nnx.Rngs(0), "fsdp_axes": "fsdp", **options}
-        model = TransformerLayer(*sizes, **made)
+        model = random_model(lambda: create(fsdp_axes="fsdp"))
         assert model.attention.query.kernel.sharding.spec == P("fsdp", "tp", None)
         assert model.attention.out.kernel.sharding.spec == P("tp", None, "fsdp")
         assert model.mlp.fc2.bias.sharding.spec == P(None)
@@ -216,9 +221,7 @@ def test_linen_models_are_created_sharded_by_their_rules(ours, types):
     assert gradients["down"]["kernel"].sharding.spec == ROW
     assert collectives(text)["reduce-scatter"] == 2
     plain = plain_block()
-    for name in ("up", "down"):
-        kernel = variables["params"][name]["kernel"]
-        getattr(plain, name).kernel[...] = np.asarray(kernel)
+    nnx.update(plain, jax.tree.map(np.asarray, variables["params"]))
     expected = nnx.to_pure_dict(loss_and_gradients(plain, np.asarray(x))[1])
     assert_trees_close(gradients, expected)
 
@@ -330,7 +333,7 @@ def test_inside_shard_map_a_scan_keeps_no_gathered_kernels():
 @pytest.mark.parametrize("parallel", ["column", "row", None])
 def test_inside_shard_map_linen_takes_shards(parallel):
     x, dense = normal(0, (8, 8, 16)), nn.Dense(32)
-    variables = dense.init(jax.random.key(0), x)
+    variables = random_variables(dense, x)
     ours = linen.Linear(32, parallel=parallel, fsdp_axes="fsdp")
     kernel = {"column": COLUMN, "row": ROW, None: P("fsdp")}[parallel]
     specs = {"params": {"kernel": kernel, "bias": ours.sharding_layout.bias_spec}}

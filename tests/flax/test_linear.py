@@ -15,6 +15,7 @@ from flax_models import (
     loss_and_gradients,
     mesh_of,
     plain_block,
+    random_model,
 )
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal, small_integers
@@ -28,10 +29,12 @@ PARALLEL = ("column", "row", None)
 
 
 def block(rngs=None, **options):
+    if rngs is None:
+        return random_model(lambda: block(nnx.Rngs(0), **options))
     return Block(
         lambda rngs: Linear(16, 32, parallel="column", rngs=rngs, **options),
         lambda rngs: Linear(32, 16, parallel="row", rngs=rngs, **options),
-        rngs if rngs is not None else nnx.Rngs(0),
+        rngs,
     )
 
 

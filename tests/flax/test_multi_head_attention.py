@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from flax import nnx
-from flax_models import assert_trees_close, loss, loss_and_gradients, mesh_of
+from flax_models import (
+    assert_trees_close,
+    loss,
+    loss_and_gradients,
+    mesh_of,
+    random_layer,
+)
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import calls, collectives, compiled_text
@@ -21,12 +27,22 @@ from jax_ub.flax import MainGrad, MultiHeadAttention
 X = (4, 8, 16)
 
 
-def flax_attention(**options):
+def create_flax(**options):
     return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **options)
 
 
-def attention(**options):
+def create(**options):
     return MultiHeadAttention(4, 16, rngs=nnx.Rngs(0, dropout=7), **options)
+
+
+def flax_attention(**options):
+    """Returns a module of Flax with random parameters."""
+    return random_layer(nnx.MultiHeadAttention, 4, 16, decode=False, **options)
+
+
+def attention(**options):
+    """Returns a module with the random parameters of `flax_attention`."""
+    return random_layer(MultiHeadAttention, 4, 16, **options)
 
 
 def causal():
@@ -47,8 +63,7 @@ def run(model, *inputs, **options):
 )
 def test_parameters_equal_those_of_flax(options):
     ours, flax = (
-        nnx.to_pure_dict(nnx.state(make(**options)))
-        for make in (attention, flax_attention)
+        nnx.to_pure_dict(nnx.state(make(**options))) for make in (create, create_flax)
     )
     assert_equal(ours, flax)
 
@@ -139,8 +154,7 @@ def test_keys_and_values_of_other_inputs_share_one_gather():
 
 
 def test_a_projection_may_lack_the_bias_of_the_others():
-    x, bias_init = normal(0, X), nnx.initializers.normal(1.0)
-    ours, flax = attention(bias_init=bias_init), flax_attention(bias_init=bias_init)
+    x, ours, flax = normal(0, X), attention(), flax_attention()
     ours.key.bias = flax.key.bias = None
     with jax.set_mesh(mesh_of(1, 2)):
         assert_trees_close(run(ours, x), run(flax, x))
@@ -300,7 +314,7 @@ def test_indivisible_heads_are_rejected(options, text):
         jax.set_mesh(mesh_of(1, 4)),
         pytest.raises(ub.errors.ShapeContractError, match=text),
     ):
-        attention(**options)
+        create(**options)
 
 
 def test_indivisible_heads_are_rejected_if_the_mesh_is_set_later():

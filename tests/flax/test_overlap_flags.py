@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from covering import covering
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_layer
 from operands import normal
 from programs import calls, collectives, compiled_text
 
@@ -101,7 +101,8 @@ BOTH = {AG: 2, "bulk_all_gather": 1, "bulk_reduce_scatter": 1, RS: 1, "wgrad": 1
 def program_of_nnx(name, **options):
     parallel = {"parallel": "column"} if name == "LayerNormLinear" else {}
     make = getattr(layers, name)
-    return *loss_of(make(*MODULES[name], rngs=nnx.Rngs(0), **parallel, **options)), X
+    model = random_layer(make, *MODULES[name], **parallel, **options)
+    return *loss_of(model), X
 
 
 def program_of_linen(name, **options):

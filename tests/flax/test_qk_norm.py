@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_models import assert_trees_close, loss, mesh_of, random_parameters
+from flax_models import assert_trees_close, loss, mesh_of
 from operands import assert_equal, normal
+from random_parameters import random_parameters
 
 from jax_ub import flax as layers
 from jax_ub.errors import ConfigurationError, UnknownNameError

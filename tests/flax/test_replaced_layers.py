@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from covering import covering
 from flax import nnx
-from flax_models import assert_trees_close, loss, mesh_of
+from flax_models import assert_trees_close, loss, mesh_of, random_layer
 from jax.sharding import PartitionSpec as P
 from operands import normal
 
@@ -35,9 +35,7 @@ def doubled(layer):
 
 
 def transformer_layer(**options):
-    return TransformerLayer(
-        16, 32, 4, activation="swiglu", rngs=nnx.Rngs(0, dropout=7), **options
-    )
+    return random_layer(TransformerLayer, 16, 32, 4, activation="swiglu", **options)
 
 
 def value_and_gradient(model, x):
@@ -91,7 +89,7 @@ def test_layers_that_differ_in_an_option_do_not_share_a_call():
     options = {"parallel": "column", "rngs": nnx.Rngs(1)}
     with jax.set_mesh(mesh_of(2, 2)):
         x = jax.device_put(normal(0, X), P("dp", "tp"))
-        model = MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
+        model = random_layer(MultiHeadAttention, 4, 16)
         model.key = Linear(16, (4, 4), preferred_element_type=jnp.bfloat16, **options)
         model.attention_fn = lambda q, k, v, **_: q + k + v
         found = nnx.jit(lambda model, x: model(x))(model, x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from covering import nightly
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of, random_variables
+from flax_models import assert_trees_close, mesh_of, random_layer, random_variables
 from operands import normal
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
@@ -42,9 +42,9 @@ def of_state(model):
 @pytest.mark.parametrize("parallel", ["column", "row", None])
 @pytest.mark.parametrize("sizes", ["batch, 8, 16", "batch, tokens, 16"])
 def test_a_layer_is_exported_for_any_size(parallel, sizes):
-    x, flax = normal(0, (4, 8, 16)), nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    x, flax = normal(0, (4, 8, 16)), random_layer(nnx.Linear, 16, 32)
     with jax.set_mesh(mesh_of(2, 2)):
-        model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
+        model = random_layer(Linear, 16, 32, parallel=parallel)
         model.bias[...] += 1
         run, state = of_state(model)
         y = exported(run, (state, x), sizes)
@@ -72,7 +72,7 @@ def test_gradients_and_states_of_kernels_that_share_a_scale_are_exported(
     x = normal(0, (4, 8, 32))
     options = {"fp8": RECIPES[recipe], "main_grad": main_grad}
     with jax.set_mesh(mesh_of(1, 2)):
-        model = MultiHeadAttention(2, 32, rngs=nnx.Rngs(0), **options)
+        model = random_layer(MultiHeadAttention, 2, 32, **options)
         # Key and value have larger kernels and gradients than the query.
         model.value.kernel[...] *= 4
         apply, state = of_state(model)
@@ -87,7 +87,7 @@ def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe)
     x = normal(0, (4, 8, 64))
     options = {"parallel": parallel, "fp8": RECIPES[recipe]}
     with jax.set_mesh(mesh_of(2, 2)):
-        model = Linear(64, 64, rngs=nnx.Rngs(0), **options)
+        model = random_layer(Linear, 64, 64, **options)
         apply, state = of_state(model)
         run = jax.jit(jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1)))
         found, wanted = exported(run, (state, x), "batch, 8, 64"), run(state, x)
@@ -97,7 +97,7 @@ def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe)
 def test_gradients_are_exported_and_main_grads_accumulate():
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2)):
-        model = Linear(16, 16, parallel="row", main_grad=True, rngs=nnx.Rngs(0))
+        model = random_layer(Linear, 16, 16, parallel="row", main_grad=True)
         model.main_grad[...] += 1
         apply, state = of_state(model)
 
@@ -118,7 +118,7 @@ def test_a_transformer_layer_is_exported_for_any_batch(options):
     x = normal(0, (4, 8, 16))
     options = {"rotary_base": 1e4, "activation": "swiglu", **options}
     with jax.set_mesh(mesh_of(2, 2)):
-        model = TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0), **options)
+        model = random_layer(TransformerLayer, 16, 32, 4, **options)
         run, state = of_state(model)
         found, expected = exported(run, (state, x)), jax.jit(run)(state, x)
         assert_trees_close(found, expected, atol=1e-4)
@@ -132,12 +132,12 @@ def test_a_transformer_layer_is_exported_for_any_batch(options):
 def test_symbolic_sizes_reject_explicit_methods_and_meshes():
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2)):
-        named = Linear(16, 16, parallel="row", method="direct", rngs=nnx.Rngs(0))
+        named = random_layer(Linear, 16, 16, parallel="row", method="direct")
         run, state = of_state(named)
         with refused(match="row.*symbolic sizes.*shard_map; export.*out the method."):
             exported(run, (state, x))
     with jax.set_mesh(mesh_of(2, 2, "explicit")):
-        run, state = of_state(Linear(16, 16, parallel="row", rngs=nnx.Rngs(0)))
+        run, state = of_state(random_layer(Linear, 16, 16, parallel="row"))
         with refused(
             match=r"row.*x \(batch, 8, 16\) is exported with symbolic sizes, which jax "
             "cannot find on an explicit mesh; export it once for each size, or use"

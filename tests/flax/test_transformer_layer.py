@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from flax import nnx
-from flax_models import assert_trees_close, loss, mesh_of
+from flax_models import assert_trees_close, loss, mesh_of, random_layer, random_model
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import calls, collectives, compiled_text
@@ -25,8 +25,17 @@ LLAMA = {
 }
 
 
-def layer(**options):
+def initialized(**options):
     return TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0, dropout=7), **options)
+
+
+def layer(**options):
+    """Returns a layer with random parameters."""
+    return random_layer(TransformerLayer, 16, 32, 4, **options)
+
+
+def mlp(**options):
+    return random_layer(LayerNormMLP, 16, 32, **options)
 
 
 def run(model, *inputs, **options):
@@ -67,7 +76,7 @@ def by_name(state):
 def test_values_and_gradients_equal_those_of_flax(types, sequence_parallel):
     x, expected = normal(0, X), of_flax(X)
     with jax.set_mesh(mesh_of(2, 2, types)):
-        model = layer(sequence_parallel=sequence_parallel)
+        model = initialized(sequence_parallel=sequence_parallel)
         flax = nnx.state(FlaxLayer(nnx.Rngs(0)))
         assert_equal(by_name(nnx.state(model)), by_name(flax))
         found = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(model, x)
@@ -142,7 +151,7 @@ def test_layers_may_be_stacked_scanned_and_rematerialized():
         return nnx.jit(nnx.value_and_grad(total))
 
     with jax.set_mesh(mesh_of(2, 2)):
-        layers = stack(nnx.Rngs(0))
+        layers = random_model(lambda: stack(nnx.Rngs(0)))
         found, expected = (gradients(f)(layers, x) for f in (scanned, one_by_one))
     assert_trees_close(found[0], expected[0], rtol=1e-4)
     assert_trees_close(*(nnx.to_pure_dict(part[1]) for part in (found, expected)))
@@ -167,7 +176,7 @@ def test_calls_run_as_initialize_ub_configured_their_names():
         ub_cfgs={"proj_fprop": {"method": "pipeline", "num_splits": 2}},
         mesh=mesh,
     )
-    graph, state = nnx.split(layer(mesh=mesh))
+    graph, state = nnx.split(initialized(mesh=mesh))
     lowered = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(
         state, jnp.ones((2, 32, 16))
     )
@@ -183,7 +192,7 @@ def test_calls_run_as_initialize_ub_configured_their_names():
 def test_layers_without_sequence_parallelism_run_after_initialize_ub():
     mesh, x = mesh_of(1, 4), normal(0, X)
     ub.initialize_ub((64, 16), 4, dtype=jnp.float32, mesh=mesh)
-    model = layer(mesh=mesh, sequence_parallel=False)
+    model = initialized(mesh=mesh, sequence_parallel=False)
     gradients = nnx.jit(nnx.grad(loss))(model, x)
     assert_trees_close(by_name(gradients), by_name(of_flax(x.shape)[1][0]))
 
@@ -193,7 +202,7 @@ def test_hidden_dropout_is_applied_to_the_results_of_attention_and_mlp(
     sequence_parallel,
 ):
     x = jnp.zeros(X)
-    model = layer(hidden_dropout=0.5, sequence_parallel=sequence_parallel)
+    model = initialized(hidden_dropout=0.5, sequence_parallel=sequence_parallel)
     model.mlp.fc2.bias[...] += 1  # all other biases are zero, as is x
     model.mlp.fc2.kernel[...] *= 0
     tokens = "tp" if sequence_parallel else None
@@ -248,7 +257,7 @@ def test_empty_inputs_have_empty_results(shape):
 
 @pytest.mark.parametrize("types", ["explicit", "auto"])
 def test_empty_results_have_the_type_of_the_inputs(types):
-    model = LayerNormMLP(16, 32, rngs=nnx.Rngs(0))
+    model = mlp()
 
     def scanned(x):
         return jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0]
@@ -267,11 +276,11 @@ def test_empty_results_have_the_type_of_the_inputs(types):
 def test_unknown_names_are_rejected():
     refused = functools.partial(pytest.raises, ub.errors.UnknownNameError)
     with refused(match=r"TransformerLayer: normalization = 'RMSnorm'.*mean 'RMSNorm'"):
-        layer(normalization="RMSnorm")
+        initialized(normalization="RMSnorm")
     with refused(match=r"LayerNormMLP: activation = 'swigly'.*mean 'swiglu'"):
-        layer(activation="swigly")
+        initialized(activation="swigly")
     with refused(match=r"'pipelin'.*mean 'pipeline'"):
-        layer(method="pipelin")
+        initialized(method="pipelin")
 
 
 def test_inputs_of_other_features_are_rejected():
@@ -287,7 +296,7 @@ def test_inputs_of_other_features_are_rejected():
 
 def test_a_misspelt_argument_raises_a_type_error():
     with pytest.raises(TypeError, match="axisname"):
-        layer(axisname="tp")
+        initialized(axisname="tp")
 
 
 class TestLayerNormMLP:
@@ -322,7 +331,7 @@ class TestLayerNormMLP:
     def check(self, activation, hidden):
         x = normal(0, X)
         with jax.set_mesh(mesh_of(1, 2)):
-            model = LayerNormMLP(16, 32, activation=activation, rngs=nnx.Rngs(0))
+            model = mlp(activation=activation)
 
             @nnx.jit
             def both(model, x):
@@ -333,7 +342,7 @@ class TestLayerNormMLP:
 
     def test_gate_and_fc1_share_a_gather(self):
         with jax.set_mesh(mesh_of(1, 2)):
-            model = LayerNormMLP(16, 32, activation="swiglu", rngs=nnx.Rngs(0))
+            model = mlp(activation="swiglu")
             graph, state = nnx.split(model)
             program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
             text = compiled_text(program, state, normal(0, X))

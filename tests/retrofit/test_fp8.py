@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from flax import nnx
-from flax_models import assert_trees_close, random_variables
+from flax_models import (
+    assert_trees_close,
+    random_layer,
+    random_model,
+    random_variables,
+)
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
@@ -83,9 +88,8 @@ def test_dot_general_equals_the_layer_of_jax_ub(recipe, kind):
     state = FP8.init_state(recipe) or None
     dot = ub.dot_general(kind, fp8=recipe)
     with jax.set_mesh(tp_mesh(2)):
-        layer = Linear(
-            64, 128, parallel=kind, use_bias=False, rngs=nnx.Rngs(0), fp8=recipe
-        )
+        options = {"parallel": kind, "use_bias": False, "fp8": recipe}
+        layer = random_layer(Linear, 64, 128, **options)
 
         def loss(w, state, x):
             return jnp.sum(jnp.sin(dot(x, w, DENSE, fp8_state=state)))
@@ -106,8 +110,8 @@ def test_dot_general_equals_the_layer_of_jax_ub(recipe, kind):
 @pytest.mark.parametrize("recipe", ["delayed", "block", *nightly("current", "row")])
 def test_an_overlapped_nnx_model_is_fp8(recipe):
     with jax.set_mesh(tp_mesh(2)):
-        wanted, *_ = gradients(ub.overlap(Net(), KINDS))
-        model = ub.overlap(Net(), KINDS, fp8=RECIPES[recipe])
+        wanted, *_ = gradients(ub.overlap(random_model(Net), KINDS))
+        model = ub.overlap(random_model(Net), KINDS, fp8=RECIPES[recipe])
         assert ub.overlapped(model) == KINDS
         found, states, text = gradients(model)
     assert 1e-3 < relative_error(found, wanted) < 0.2
@@ -124,7 +128,7 @@ def test_an_overlapped_nnx_model_is_fp8(recipe):
 def test_recipes_by_path_leave_other_layers_in_their_dtype():
     recipes = {"up": None, "head.*": DELAYED, ".*": RECIPES["current"]}
     with jax.set_mesh(tp_mesh(2)):
-        model = ub.overlap(Net(), KINDS, fp8=recipes)
+        model = ub.overlap(random_model(Net), KINDS, fp8=recipes)
         layouts = {
             "up": model.up.dot_general.sharding_layout,
             "down": model.down.einsum_op.dense.sharding_layout,
@@ -152,7 +156,7 @@ def test_stacked_layers_have_stacked_states():
         return nnx.Linear(64, 64, rngs=rngs)
 
     with jax.set_mesh(tp_mesh(2)):
-        model = make(nnx.Rngs(0))
+        model = random_model(lambda: make(nnx.Rngs(0)))
         ub.overlap(model, {"": "column"}, fp8=DELAYED)
         graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
 
@@ -250,7 +254,7 @@ def test_a_state_that_was_not_initialized_is_an_error():
 
 def test_models_and_layers_with_states_can_be_pickled():
     with jax.set_mesh(tp_mesh(2)):
-        overlapped = ub.overlap(Net(), KINDS, fp8=DELAYED)
+        overlapped = ub.overlap(random_model(Net), KINDS, fp8=DELAYED)
         for model in (overlapped, Linear(64, 64, rngs=nnx.Rngs(0), fp8=DELAYED)):
             copies = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
             assert all(nnx.state(each, OverwriteWithGradient) for each in copies)
@@ -292,12 +296,12 @@ def test_wrong_recipes():
     with jax.set_mesh(tp_mesh(2)):
         for fp8 in ("hybrid", {".*": "hybrid"}):
             with pytest.raises(ConfigurationError, match=f"overlap: {text}"):
-                ub.overlap(Net(), KINDS, fp8=fp8)
+                ub.overlap(random_model(Net), KINDS, fp8=fp8)
             with pytest.raises(ConfigurationError, match=f"overlap: {text}"):
                 Overlap(KINDS, fp8=fp8)
         unknown = "'upp' of fp8 matches no overlapped layer"
         with pytest.raises(UnknownNameError, match=unknown):
-            ub.overlap(Net(), KINDS, fp8={"upp": DELAYED})
+            ub.overlap(random_model(Net), KINDS, fp8={"upp": DELAYED})
         dot = ub.dot_general("column", fp8=DELAYED)
         with pytest.raises(ConfigurationError, match="DelayedScaling needs a state"):
             dot(X, normal(1, (64, 32)), DENSE)
@@ -309,7 +313,7 @@ def test_a_state_that_no_gradient_reaches_is_a_warning():
 
     both = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
     with jax.set_mesh(tp_mesh(2)):
-        model = ub.overlap(Net(), KINDS, fp8=DELAYED)
+        model = ub.overlap(random_model(Net), KINDS, fp8=DELAYED)
         nnx.eval_shape(nnx.grad(loss, argnums=both), model, X)
         jax.eval_shape(lambda x: jax.grad(loss, 1)(model, x), X)  # nothing is trained
         text = r"layer '.*'\): JAX takes the gradient of the kernel, but not of the FP"

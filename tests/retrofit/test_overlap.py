@@ -14,6 +14,7 @@ from flax_models import (
     loss_and_gradients,
     mesh_of,
     plain_block,
+    random_model,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,10 +32,12 @@ def sharded_block(rngs=None) -> Block:
     """A block of layers of Flax, sharded by metadata of Flax."""
     up = {"kernel_metadata": sharded(None, "tp"), "bias_metadata": sharded("tp")}
     down = {"kernel_metadata": sharded("tp", None)}
+    if rngs is None:
+        return random_model(lambda: sharded_block(nnx.Rngs(0)))
     return Block(
         lambda rngs: nnx.Linear(16, 32, rngs=rngs, **up),
         lambda rngs: nnx.Linear(32, 16, rngs=rngs, **down),
-        rngs if rngs is not None else nnx.Rngs(0),
+        rngs,
     )
 
 
@@ -55,7 +58,7 @@ class Model(nnx.Module):
 
 
 def plain_model():
-    return Model(plain_block, {})
+    return random_model(lambda: Model(plain_block, {}))
 
 
 def sharded_model():
@@ -63,7 +66,7 @@ def sharded_model():
         "kernel_metadata": sharded(None, "tp", None),
         "out_kernel_metadata": sharded("tp", None, None),
     }
-    return Model(sharded_block, attention)
+    return random_model(lambda: Model(sharded_block, attention))
 
 
 KINDS = {
@@ -132,7 +135,7 @@ def test_stacked_layers_are_found_and_scanned(dim, has_metadata):
         return scan(lambda layer, x: layer(x))(model, x)
 
     x = normal(0, (4, 8, 16))
-    expected = run(stack(plain_block), x)
+    expected = nnx.jit(run)(stack(plain_block), x)
     with jax.set_mesh(mesh_of(1, 2)):
         model = ub.overlap(stack(sharded_block))
         assert ub.overlapped(model) == {"up": "column", "down": "row"}
@@ -275,7 +278,10 @@ def test_a_second_call_ends_the_overlap_of_layers_that_it_maps_to_none(fp8):
     kinds = {"up|head.attend": "column", "down|mix": "row"}
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(1, 2)):
-        model, plain = ub.overlap(Mixed(), kinds, fp8=fp8), Mixed()
+        model, plain = (
+            ub.overlap(random_model(Mixed), kinds, fp8=fp8),
+            random_model(Mixed),
+        )
         assert ub.overlap(model, {"up|mix": None, "down": "row"}) is model
         assert ub.overlapped(model) == {"down": "row", "head.attend": "column"}
         ub.overlap(model, {".*": None})
@@ -293,7 +299,7 @@ def test_a_second_call_ends_the_overlap_of_layers_that_it_maps_to_none(fp8):
 
 
 def test_a_failed_second_call_changes_no_layer():
-    model = ub.overlap(Mixed(), {"up": "column"})
+    model = ub.overlap(random_model(Mixed), {"up": "column"})
     with pytest.raises(ub.errors.UnknownNameError, match="matches no overlapped layer"):
         ub.overlap(model, {"up": None, "down": "row"}, ub_names={"up": "fc1"})
     assert ub.overlapped(model) == {"up": "column"}
@@ -359,12 +365,12 @@ def test_attention_decodes_one_token_at_a_time():
 def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types, layout):
     heads, kv_heads, rules = layout
     x = normal(0, (2, 8, 24))
-    flax, ours = (
-        nnx.MultiHeadAttention(
-            heads, 24, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0)
-        )
-        for _ in range(2)
-    )
+
+    def create():
+        options = {"num_kv_heads": kv_heads, "decode": False, "rngs": nnx.Rngs(0)}
+        return nnx.MultiHeadAttention(heads, 24, **options)
+
+    flax, ours = random_model(create), random_model(create)
     ub.overlap(ours, rules)
     expected = loss_and_gradients(flax, x)
     with jax.set_mesh(mesh_of(1, 4, types)):
@@ -406,19 +412,19 @@ HEADS_SPECS = [("tp", None, None), (None, None, "tp", None), ("tp", None, None)]
 def test_einsums_that_are_dense_layers_are_overlapped(types):
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
-        model = ub.overlap(Heads(HEADS_SPECS))
+        model = ub.overlap(random_model(lambda: Heads(HEADS_SPECS)))
         assert ub.overlapped(model) == HEADS
         found = nnx.jit(nnx.value_and_grad(loss))(model, x)
         graph, state = nnx.split(model)
         program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         text = compiled_text(program, state, x)
     assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
-    assert_learns_as(Heads(), x, found, rtol=1e-4, atol=1e-4)
+    assert_learns_as(random_model(Heads), x, found, rtol=1e-4, atol=1e-4)
 
 
 def test_rules_do_not_shard_the_labels_that_stack_results():
     x = normal(0, (4, 8, 16))
-    model = ub.overlap(Heads(), HEADS)
+    model = ub.overlap(random_model(Heads), HEADS)
     with jax.set_mesh(mesh_of(1, 4)):
         graph, state = nnx.split(model)
         program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
@@ -427,7 +433,7 @@ def test_rules_do_not_shard_the_labels_that_stack_results():
     assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
     # The 4 heads are sharded, not the stacked 3, as for keys, values and gates.
     assert not collectives(text)
-    assert_trees_close(y, Heads()(x))
+    assert_trees_close(y, random_model(Heads)(x))
 
 
 def test_einsums_that_are_not_dense_layers_are_not_replaced():
@@ -479,16 +485,17 @@ def test_an_equation_passed_to_a_call_must_be_a_dense_layer():
 def test_an_einsum_that_falls_back_obeys_out_sharding():
     x = normal(0, (4, 7, 16))
     with jax.set_mesh(mesh_of(2, 2, "explicit")):
-        model = ub.overlap(Heads(HEADS_SPECS))
+        model = ub.overlap(random_model(lambda: Heads(HEADS_SPECS)))
+        expected = random_model(Heads).stacked(x)
         for spec in (P(None, None, None, "tp"), P(None, "dp")):
             y = model.stacked(x, out_sharding=spec)
             assert y.sharding.spec == P(*spec, *[None] * (5 - len(spec)))
-            assert_trees_close(y, Heads().stacked(x))
+            assert_trees_close(y, expected)
     assert "has 7 tokens" in ub.fallbacks()[-1].reason
 
 
 def test_an_einsum_with_other_dimensions_than_its_labels_is_rejected():
-    model = ub.overlap(Heads(), HEADS)
+    model = ub.overlap(random_model(Heads), HEADS)
     text = "x (8, 16) and kernel (4, 16, 8) do not have the dimensions of"
     with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
         model.query(jnp.ones((8, 16)))
