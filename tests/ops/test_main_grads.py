@@ -100,10 +100,13 @@ def test_microbatches_accumulate_the_whole_gradient():
     total = lambda weights: sum(jnp.sum(plain(weights, x) ** 2) for x in xs)  # noqa: E731
     assert_equal(gradients, jax.jit(jax.grad(total))(weights))
 
-    optimizer = optax.adamw(1e-2)
-    state = optimizer.init(weights)
-    updates, _ = optimizer.update(gradients, state, weights)
-    moved = optax.apply_updates(weights, updates)
+    @jax.jit
+    def step(gradients, weights):
+        optimizer = optax.adamw(1e-2)
+        updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+        return optax.apply_updates(weights, updates)
+
+    moved = step(gradients, weights)
     assert jax.tree.structure(moved) == jax.tree.structure(weights)
 
 

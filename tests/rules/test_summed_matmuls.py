@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from covering import covering
 from jax.sharding import PartitionSpec as P
@@ -65,12 +66,13 @@ def test_a_kernel_may_be_stored_as_out_in(op, method, ranks):
     x, w, b, residual = operands(num_ranks, dtype)
     values, wanted = (x, w.T, b, residual), (0, 1, 2, 3)
     step = jax.jit(jax.value_and_grad(lambda *v: weighted(layer(*v)), wanted))
-    expected = jax.value_and_grad(
-        lambda x, w, b, r: weighted(plain(x, w.T, b, r)), wanted
+    expected = jax.jit(
+        jax.value_and_grad(lambda x, w, b, r: weighted(plain(x, w.T, b, r)), wanted)
     )(*(value.astype("float32") for value in values))
     found = step(*values)
     assert [g.dtype for g in found[1]] == [dtype] * 4
-    assert_equal(found, jax.tree.map(lambda e, f: e.astype(f.dtype), expected, found))
+    expected = jax.tree.map(lambda e, f: np.asarray(e, f.dtype), expected, found)
+    assert_equal(found, expected)
     if op is ub.matmul_reduce_scatter and method != "xla":
         assert " transpose(" not in compiled_text(step, *values)
 
