@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from operands import normal
 from random_parameters import random_parameters
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -93,6 +94,11 @@ def random_layer(layer, *sizes, **options):
 
 def _spec(shape):
     return P() if shape.sharding is None else shape.sharding.spec
+
+
+def constant_init(key, shape, dtype):
+    """Initializes a kernel without a PRNG, which is slower to compile than a layer."""
+    return jnp.asarray(0.2 * normal(0, shape, dtype))
 
 
 def linen_specs(variables):

@@ -186,8 +186,17 @@ def test_an_interrupted_run_prints_and_leaves_its_results(
 
     monkeypatch.setattr(measure, "measure", interrupted)
     path = tmp_path / "found.json"
-    asked = ["--ops", "gemm", "--devices", "1", "--quick", "--json", str(path)]
-    assert main(["bench", *asked]) == 130
+    asked = [
+        "--ops",
+        "gemm",
+        "--devices",
+        "1",
+        "--dtypes",
+        "f32",
+        "--variants",
+        "nn,tn",
+    ]
+    assert main(["bench", "--quick", *asked, "--json", str(path)]) == 130
     assert len(json.loads(path.read_text())["results"]) == 1
     assert "| gemm nn |" in capsys.readouterr().out
 

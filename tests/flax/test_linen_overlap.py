@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from covering import nightly
-from flax_models import assert_trees_close, mesh_of, random_variables
+from flax_models import assert_trees_close, constant_init, mesh_of, random_variables
 from operands import normal
 from programs import calls, collectives, compiled_text
 
@@ -26,8 +26,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        x = x + nn.MultiHeadAttention(4, name="attention")(x)
-        return x + nn.Dense(16, name="down")(jnp.sin(nn.Dense(32, name="up")(x))), None
+        init = {"kernel_init": constant_init}
+        x = x + nn.MultiHeadAttention(4, name="attention", **init)(x)
+        y = jnp.sin(nn.Dense(32, name="up", **init)(x))
+        return x + nn.Dense(16, name="down", **init)(y), None
 
 
 class Model(nn.Module):
@@ -41,13 +43,15 @@ class Model(nn.Module):
             split_rngs={"params": True},
             length=2,
         )
-        return nn.Dense(3, name="head")(scan(name="blocks")(x, None)[0])
+        head = nn.Dense(3, name="head", kernel_init=constant_init)
+        return head(scan(name="blocks")(x, None)[0])
 
 
 @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_layers_of_an_unmodified_model_are_overlapped(types):
     model, x = Model(), normal(0, (4, 8, 16))
-    variables = jax.jit(model.init)(jax.random.key(0), x)
+    variables = random_variables(model, x)
+    initial = jax.jit(model.init)(jax.random.key(0), x)
 
     def loss(variables, x):
         return jnp.sum(jnp.sin(model.apply(variables, x)))
@@ -58,7 +62,7 @@ def test_layers_of_an_unmodified_model_are_overlapped(types):
         x = jax.device_put(x, jax.P("dp", "tp"))
         text = compiled_text(jax.jit(model.apply), variables, x)
         actual = jax.jit(jax.value_and_grad(loss))(variables, x)
-        assert_trees_close(jax.jit(model.init)(jax.random.key(0), x), variables)
+        assert_trees_close(jax.jit(model.init)(jax.random.key(0), x), initial)
     assert calls(text) == {"all_gather_matmul": 4, "matmul_reduce_scatter": 2}
     columns = ("attention.query", "attention.key", "attention.value", "up")
     assert overlap.overlapped == {

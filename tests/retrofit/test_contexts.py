@@ -18,6 +18,7 @@ from flax_models import (
     loss_and_gradients,
     mesh_of,
     plain_block,
+    random_model,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,12 +57,12 @@ def x():
 @pytest.fixture(scope="module")
 def plain():
     with jax.set_mesh(mesh_of(1, 1)):
-        return nnx.merge(*nnx.split(jax.device_get(Net())))
+        return nnx.merge(*nnx.split(jax.device_get(random_model(Net))))
 
 
 def overlapped(on, **options):
     with jax.set_mesh(on):
-        return ub.overlap(Net(), **options)
+        return ub.overlap(random_model(Net), **options)
 
 
 @covering(module=[pickle, "cloudpickle", copy], given=[False, True])
