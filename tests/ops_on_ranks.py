@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import on_ranks, tp_mesh
+from random_parameters import random_parameters
 
 TOKENS, FEATURES = P("tp"), P(None, "tp")
 
@@ -22,6 +23,11 @@ def integers_like(params, seed: int = 0):
 def integers_of(seq, seed: int = 0):
     """Returns the parameters of a Sequential, as small integers."""
     return integers_like(jax.eval_shape(seq.init, jax.random.key(0)), seed)
+
+
+def random_params(seq):
+    """Returns random parameters of a Sequential, and its initial FP8 states."""
+    return random_parameters(jax.eval_shape(seq.init, jax.random.key(0)))
 
 
 def value_and_gradients(function, weights):

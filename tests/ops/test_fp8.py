@@ -9,7 +9,7 @@ import pytest
 from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from ops_on_ranks import TOKENS
+from ops_on_ranks import TOKENS, random_params
 from programs import calls, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import DELAYED
@@ -93,7 +93,7 @@ def test_linears_equal_the_functions(recipe, fused):
     recipe = RECIPES[recipe]
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
     seq = pair(recipe, fused)
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     assert {*params[0]} == {"kernel", *FP8.init_state(recipe)}
     step = run(seq, seq.specs())
     plain = run(functions_of(recipe), seq.specs())
@@ -110,7 +110,7 @@ def test_linears_equal_the_functions(recipe, fused):
 def test_the_gradient_of_a_state_is_its_new_value(fused):
     seq = pair(DELAYED, fused)
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
-    weights, states = ops.split_fp8_states(seq.init(jax.random.key(0)))
+    weights, states = ops.split_fp8_states(random_params(seq))
     step = run(seq, seq.specs())
     for _ in range(2):
         _, (gradients, _) = step(ops.merge_fp8_states(weights, states), X)
@@ -153,7 +153,7 @@ def test_all_fusions(recipe):
     # The features of the local linear are whole on every rank.
     specs = (specs[0], jax.tree.map(lambda _: P(), specs[1]), *specs[2:])
     seq = block(None)
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     layer = functools.partial(run, specs=specs, num_ranks=1)
     fused = layer(seq)(params, X)
     with ops.without_fusions():
@@ -167,7 +167,7 @@ def test_main_grads_accumulate():
     seq = pair(RECIPES["current"], fused=True, **options)
     plain = pair(RECIPES["current"], fused=True)
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     kernels = tuple({k: v for k, v in p.items() if k == "kernel"} for p in params)
     _, (found, _) = run(seq, seq.specs())(params, X)
     _, (wanted, _) = run(plain, plain.specs())(kernels, X)
@@ -181,7 +181,7 @@ def test_main_grads_accumulate():
 def test_a_vector_and_a_frozen_kernel():
     layer = ops.BasicLinear(64, 32, fp8=DELAYED)
     seq = ops.Sequential(layer)
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     vector = X[0]
 
     def loss(params, x):
@@ -200,7 +200,7 @@ def test_wrong_arguments():
     with pytest.raises(ConfigurationError, match="BasicLinear: fp8 = 'hybrid' is"):
         ops.BasicLinear(64, 64, fp8="hybrid")
     seq = ops.Sequential(ops.BasicLinear(64, 64, fp8=DELAYED))
-    (params,) = seq.init(jax.random.key(0))
+    (params,) = random_params(seq)
     text = r"params has \['kernel'\], but the operation has .* 'input_scale'"
     with pytest.raises(ShapeContractError, match=text):
         seq(({"kernel": params["kernel"]},), X)
@@ -215,7 +215,7 @@ def test_wrong_arguments():
 
 def test_a_state_that_no_gradient_reaches_is_a_warning():
     seq = ops.Sequential(ops.BasicLinear(64, 32, fp8=DELAYED))
-    (params,) = seq.init(jax.random.key(0))
+    (params,) = random_params(seq)
     state = state_of(params)
 
     def loss(kernel):
@@ -253,7 +253,7 @@ def test_kernels_may_be_quantized_already(recipe, fused, quantizes_x):
     seq = pair(recipe, fused)
     if quantizes_x:
         seq = ops.Sequential(ops.Quantize(), seq[0], ops.ReLU(), ops.Quantize(), seq[2])
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     wanted = run(seq, seq.specs())(params, X)
     step = run(lambda params, x: seq(given_kernels(params, recipe), x), seq.specs())
     found = step(params, X)
@@ -277,7 +277,7 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(recipe, fused):
     recipe = RECIPES[recipe]
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
     seq = pair(recipe, fused)
-    plain = seq.init(jax.random.key(0))
+    plain = random_params(seq)
     xs = jnp.stack([X, 2 * X, X])
 
     def losses(params, xs):
@@ -310,7 +310,7 @@ def test_main_grads_of_quantized_kernels_accumulate():
     recipe = RECIPES["current"]
     seq = pair(recipe, fused=True, accumulate_into_main_grad=True)
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
-    weights, main_grads = ops.split_main_grads(seq.init(jax.random.key(0)))
+    weights, main_grads = ops.split_main_grads(random_params(seq))
     specs, main_grad_specs = ops.split_main_grads(seq.specs())
     xs = jnp.stack([X, 2 * X])
 
@@ -340,7 +340,7 @@ def test_main_grads_of_quantized_kernels_accumulate():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_of_a_quantized_kernel_has_the_dtype_of_its_source(dtype):
     seq = ops.Sequential(ops.Linear(64, 32, fp8=RECIPES["current"]))
-    (params,) = seq.init(jax.random.key(0))
+    (params,) = random_params(seq)
     source = params["kernel"].astype(dtype)
     kernel = ub.quantize(source, role="kernel")
 
@@ -357,7 +357,7 @@ def test_the_gradient_of_a_quantized_kernel_has_the_dtype_of_its_source(dtype):
 def test_quantized_kernels_that_do_not_fit():
     recipe = RECIPES["current"]
     layer = ops.Linear(64, 32, fp8=recipe)
-    params = layer.init(jax.random.key(0))
+    params = random_params(layer)
     kernel = ub.quantize(params["kernel"], recipe, role="kernel")
 
     def loss(kernel, layer=layer, **others):

@@ -10,7 +10,7 @@ from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from ops_on_ranks import TOKENS
+from ops_on_ranks import TOKENS, random_params
 from programs import call_lines, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import DELAYED
@@ -71,7 +71,7 @@ def test_linears_use_quantized_tensors_without_a_second_cast(recipe, fused):
     with_all = ops.Sequential(
         QUANTIZE, first, GRADIENT, ops.ReLU(), QUANTIZE, second, GRADIENT
     )
-    a, _, b = params = alone.init(jax.random.key(0))
+    a, _, b = params = random_params(alone)
     more = ({}, a, {}, {}, {}, b, {})
     y, (gradients, dx) = jax.jit(step_of(alone))(params, X)
     found_y, (found, found_dx) = jax.jit(step_of(with_all))(more, X)
@@ -85,7 +85,7 @@ def test_another_recipe_than_that_of_the_linear():
     seq = ops.Sequential(
         ops.Quantize(fp8=ROWS), linear(None, 64, 32, CURRENT, use_bias=False)
     )
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     kernel = params[1]["kernel"]
     expected = ub.linear(
         ub.quantize(X, ROWS), ub.quantize(kernel, CURRENT, role="kernel")
@@ -103,7 +103,7 @@ def test_the_recipes_of_x_and_of_the_linear_may_have_other_kinds_of_scales(num_r
     for first, second in ((ROWS, blocks), (blocks, ROWS)):
         layer = linear("column", 64, 64, second, use_bias=False)
         seq = ops.Sequential(ops.Quantize(fp8=first), layer)
-        params = seq.init(jax.random.key(0))
+        params = random_params(seq)
         function = on_ranks(
             seq, tp_mesh(num_ranks), (seq.specs(), TOKENS), P(None, "tp")
         )
@@ -121,7 +121,7 @@ def test_a_row_of_each_rank_keeps_its_scale():
     seq = ops.Sequential(
         ops.Quantize(fp8=ROWS), linear("column", 64, 32, CURRENT, use_bias=False)
     )
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     x = jnp.concatenate([X[:1], 1000 * X[1:2]])
     y = on_ranks(seq, tp_mesh(2), (seq.specs(), TOKENS), P(None, "tp"))(params, x)
     wide = x @ params[1]["kernel"]
@@ -142,7 +142,7 @@ def test_an_all_gather_sends_one_byte_per_element(recipe):
     layer = linear(None, 64, 32, recipe, use_bias=False)
     plain = ops.Sequential(ops.AllGather(), layer)
     seq = ops.Sequential(QUANTIZE, ops.Identity(), ops.AllGather(), layer)
-    params = plain.init(jax.random.key(0))
+    params = random_params(plain)
     more = ({}, {}, {}, params[1])
 
     def call(seq, params):
@@ -161,7 +161,7 @@ def test_the_gradient_of_a_reduce_scatter_travels_as_fp8():
     scatter = ops.ReduceScatter()
     plain = ops.Sequential(layer, scatter)
     seq = ops.Sequential(layer, scatter, GRADIENT)
-    params = plain.init(jax.random.key(0))
+    params = random_params(plain)
 
     def step(seq, params):
         def loss(params, x):
@@ -190,7 +190,7 @@ def test_other_operations_get_the_dequantized_array(recipe):
     for op in (ops.ReLU(), wide, ops.AddExtraInput(), ops.Reshape((-1, 32))):
         extras = (X,) if isinstance(op, ops.AddExtraInput) else ()
         seq = ops.Sequential(ops.Quantize(fp8=recipe), op)
-        params = seq.init(jax.random.key(0))
+        params = random_params(seq)
         assert_equal(
             seq(params, X, *extras),
             ops.Sequential(op)(params[1:], dequantized(X, recipe), *extras),
@@ -217,7 +217,7 @@ def test_the_residual_of_a_quantized_activation_is_dequantized():
     assert isinstance(
         ops.OperationFuser(seq).backward_ops[1], ops.fused.BackwardLinearAdd
     )
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     alone = ops.Sequential(layer)
 
     def plain(params, x):
@@ -251,7 +251,7 @@ def test_a_fused_operation_that_the_caller_made_gets_the_state_of_the_linear():
 def test_own_state_of_delayed_scaling():
     layer = linear(None, 64, 32, DELAYED)
     seq = ops.Sequential(ops.Quantize(True, True, fp8=DELAYED), layer, GRADIENT)
-    weights, states = ops.split_fp8_states(seq.init(jax.random.key(0)))
+    weights, states = ops.split_fp8_states(random_params(seq))
     roles = {"input", "output_grad"}
     assert {*states[0]} == {
         f"{role}_{name}" for role in roles for name in ("scale", "amax_history")
@@ -276,7 +276,7 @@ def test_own_state_of_delayed_scaling():
 def test_transformations():
     layer = linear(None, 64, 64, CURRENT)
     seq = ops.Sequential(QUANTIZE, layer, BOTH, layer)
-    params = seq.init(jax.random.key(0))
+    params = random_params(seq)
     loss = lambda params, x: jnp.sum(seq(params, x) ** 2)  # noqa: E731
     gradients = jax.jit(jax.grad(loss, (0, 1)))(params, X)
     rematerialized = jax.grad(jax.checkpoint(loss), (0, 1))

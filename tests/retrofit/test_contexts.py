@@ -361,7 +361,7 @@ def test_a_linen_module_inside_an_nnx_model_is_overlapped_by_a_block(x):
 
 def test_a_model_is_cloned_and_evaluated_in_the_abstract(x):
     with jax.set_mesh(mesh_of(1, 2)):
-        model = ub.overlap(Net())
+        model = ub.overlap(random_model(Net))
         assert ub.overlapped(nnx.clone(model)) == ub.overlapped(model)
         assert nnx.eval_shape(lambda m, x: m(x), model, x).shape == (4, 8, 24)
         abstract = nnx.eval_shape(lambda: ub.overlap(Net()))

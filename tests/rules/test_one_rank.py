@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from covering import covering, nightly
 from flax import nnx
+from flax_models import random_layer
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
@@ -99,9 +100,8 @@ def test_collectives_are_the_identity(check_vma):
 def test_a_transformer_layer_is_its_products(sequence_parallel):
     x = jnp.ones((2, 8, 16))
     with jax.set_mesh(tp_mesh(1)):
-        layer = TransformerLayer(
-            16, 32, 4, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0)
-        )
+        options = {"sequence_parallel": sequence_parallel}
+        layer = random_layer(TransformerLayer, 16, 32, 4, **options)
         graph, state = nnx.split(layer)
 
         def loss(state, x):
@@ -109,7 +109,7 @@ def test_a_transformer_layer_is_its_products(sequence_parallel):
 
         found = assert_only_products(jax.grad(loss, (0, 1)), state, x)
         assert found["matmul"] >= 10
-        plain = linen.TransformerLayer(16, 32, 4, sequence_parallel=sequence_parallel)
+        plain = linen.TransformerLayer(16, 32, 4, **options)
         variables = jax.eval_shape(plain.init, jax.random.key(0), x)
         again = assert_only_products(
             jax.grad(lambda v, x: jnp.sum(plain.apply(v, x) ** 2), (0, 1)), variables, x
