@@ -14,6 +14,7 @@ from flax_models import (
     loss_and_gradients,
     mesh_of,
     plain_block,
+    random_layer,
     random_model,
 )
 from jax.sharding import NamedSharding
@@ -365,12 +366,10 @@ def test_attention_decodes_one_token_at_a_time():
 def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types, layout):
     heads, kv_heads, rules = layout
     x = normal(0, (2, 8, 24))
-
-    def create():
-        options = {"num_kv_heads": kv_heads, "decode": False, "rngs": nnx.Rngs(0)}
-        return nnx.MultiHeadAttention(heads, 24, **options)
-
-    flax, ours = random_model(create), random_model(create)
+    options = {"num_kv_heads": kv_heads, "decode": False}
+    flax, ours = (
+        random_layer(nnx.MultiHeadAttention, heads, 24, **options) for _ in range(2)
+    )
     ub.overlap(ours, rules)
     expected = loss_and_gradients(flax, x)
     with jax.set_mesh(mesh_of(1, 4, types)):
