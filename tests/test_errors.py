@@ -97,6 +97,9 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
         "ForwardLinearScaleAdd: linear is missing": "docs/ops.md",
         "trace: another trace is being recorded": "docs/trace.md",
         "JAX_UB_TIMEOUT_S = 'x' is not": "docs/functions.md#environment-variables",
+        "Linear: JAX_UB_METHOD = 'x' is": "docs/functions.md#environment-variables",
+        "operation 0 (x): JAX_UB_TUNED: x": "docs/functions.md#environment-variables",
+        "Linear: method = 'x'. Set JAX_UB_METHOD=xla": "docs/flax.md",
     }
     for message, page in named.items():
         error = errors.ConfigurationError(message)

@@ -17,7 +17,7 @@ import jax
 # pattern that matches. The messages of an op begin with its name, whatever their topic,
 # so the pages about topics come before the pages about ops.
 _PAGES = {
-    "docs/functions.md#environment-variables": r"^JAX_UB_",
+    "docs/functions.md#environment-variables": r"(^|: )JAX_UB_\w+( =|:)",
     "docs/bench/README.md": r"^bench\b",
     "docs/explain.md": r"^(explain|fallbacks)\b",
     "docs/processes.md": r"^launch\b",
