@@ -23,7 +23,7 @@ _PAGES = {
     "docs/processes.md": r"^launch\b",
     "docs/simulate.md": r"^(hardware|simulate)\b",
     "docs/trace.md": r"^trace\b",
-    "docs/tune.md": r"^(tune|tuned)\b",
+    "docs/tune.md": r"^(tune|tuned)\b|: tuned file\b",
     "docs/initialize_ub.md": (
         r"^(destroy_ub|get_ub|is_ub_initialized|overlap_config|ub_cfgs)\b"
         r"|\binitialize_ub\b"

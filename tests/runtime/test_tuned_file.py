@@ -4,6 +4,7 @@ import json
 import pytest
 
 import jax_ub as ub
+from jax_ub._src.errors import see
 from jax_ub._src.methods import (
     PALLAS_TILES,
     KernelOptions,
@@ -98,6 +99,52 @@ def test_choices_of_another_machine_are_rejected(path):
 def test_a_missing_file_is_rejected(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none.json.*jax_ub tune --output"):
         tuned_file.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (None, "No such file or directory. Write it"),
+        ("", "Expecting value: line 1 column 1 (char 0). Write it"),
+        ('{"schema": 1', "Expecting ',' delimiter: line 1 column 13 (char 12). Write"),
+        ('{"schema": 2}', "it does not have schema 1. Write it"),
+        ('{"schema": 1}', "KeyError 'tunings'. Write it"),
+        ('{"schema": 1, "tunings": []}', " is for nothing, but this is cpu "),
+    ],
+)
+def test_an_unusable_file_is_an_error_that_names_its_argument(
+    tmp_path, monkeypatch, text, reason
+):
+    path = tmp_path / "tuned.json"
+    if text is not None:
+        path.write_text(text)
+    check_unusable(path, reason, monkeypatch)
+
+
+def test_what_cannot_be_read_is_an_error_that_names_its_argument(tmp_path, monkeypatch):
+    check_unusable(tmp_path, "Is a directory. Write it", monkeypatch)
+    check_unusable("/proc/self/mem", "Input/output error. Write it", monkeypatch)
+
+
+def check_unusable(path, reason, monkeypatch):
+    with pytest.raises(ConfigurationError) as caught:
+        ub.initialize_ub((8, 8), 1, ub_cfgs=path)
+    text = str(caught.value)
+    assert text.startswith(f"initialize_ub: ub_cfgs: tuned file '{path}'"), text
+    assert reason in text and "python -m jax_ub tune --output FILE" in text
+    assert caught.value.__notes__ == [see("docs/tune.md")]
+    monkeypatch.setenv("JAX_UB_TUNED", str(path))
+    with pytest.raises(ConfigurationError) as caught:
+        tuned_file.process_table()
+    assert str(caught.value) == text.replace("initialize_ub: ub_cfgs", "JAX_UB_TUNED")
+    assert caught.value.__notes__ == [see("docs/functions.md#environment-variables")]
+
+
+def test_a_file_in_ub_cfgs_replaces_the_file_of_the_environment(path, monkeypatch):
+    monkeypatch.setattr(tuned_file, "environment", lambda: HERE)
+    monkeypatch.setenv("JAX_UB_TUNED", str(path.with_name("missing.json")))
+    ub.initialize_ub((8, 8), 1, ub_cfgs=path)
+    ub.destroy_ub()
 
 
 def test_a_megatron_file_is_an_error_that_names_from_te(tmp_path):

@@ -202,9 +202,11 @@ def make_initialized_axis(
     """
     # Without a tuned file in `ub_cfgs`, the methods come from the file that
     # `JAX_UB_TUNED` names. The processes compare these methods, which must be equal.
-    choices = tuned_file.process_table()
-    if isinstance(ub_cfgs, str | os.PathLike):
-        choices, ub_cfgs = tuned_file.read_table(os.fspath(ub_cfgs)), AUTOMATIC
+    if not isinstance(ub_cfgs, str | os.PathLike):
+        choices = tuned_file.process_table()
+    else:
+        source, path = "initialize_ub: ub_cfgs", os.fspath(ub_cfgs)
+        choices, ub_cfgs = tuned_file.read_table(source, path), AUTOMATIC
     found = {}
     for mode, cfgs in zip(modes, per_mode(ub_cfgs, modes), strict=True):
         entries = read_entries(cfgs)

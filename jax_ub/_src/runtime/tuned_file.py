@@ -186,20 +186,19 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
 def process_table() -> TunedTable | None:
     """Returns the table of fastest methods in the file `JAX_UB_TUNED`, or None."""
     path = settings.tuned()
-    if path is None:
-        return None
-    try:
-        return read_table(path)
-    except (ConfigurationError, UnknownNameError) as error:
-        raise type(error)(f"JAX_UB_TUNED: {error}") from error
+    return None if path is None else read_table("JAX_UB_TUNED", path)
 
 
-def read_table(path: str) -> TunedTable:
+def read_table(source: str, path: str) -> TunedTable:
     """Reads the table of fastest methods for this process's devices from a tuned file.
 
-    The result is cached until the file changes.
+    The result is cached until the file changes. Errors begin with `source`, which names
+    the argument or the environment variable that has the path.
     """
-    return _read_table(path, settings.version_of_file(path))
+    try:
+        return _read_table(path, settings.version_of_file(path))
+    except (ConfigurationError, UnknownNameError) as error:
+        raise type(error)(f"{source}: {error}") from error
 
 
 @functools.lru_cache(maxsize=8)
