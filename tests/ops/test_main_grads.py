@@ -22,6 +22,23 @@ def test_trees_that_differ_are_not_merged(merge):
         merge([{"kernel": 1}], 3)
 
 
+class RaisesInFlatten:
+    def flatten(self):
+        raise RuntimeError("an error of the program")
+
+
+jax.tree_util.register_pytree_node(
+    RaisesInFlatten, RaisesInFlatten.flatten, lambda _, leaves: RaisesInFlatten()
+)
+
+
+@pytest.mark.parametrize("merge", [ops.merge_main_grads, ops.merge_fp8_states])
+def test_an_error_of_a_node_is_no_difference_of_trees(merge):
+    for trees in ((RaisesInFlatten(), 3), (3, RaisesInFlatten())):
+        with pytest.raises(RuntimeError, match="^an error of the program$"):
+            merge(*trees)
+
+
 @pytest.mark.parametrize(
     ("gradients", "text"),
     [

@@ -308,14 +308,20 @@ def merge_fp8_states(weights: Any, states: Any) -> Any:
 
 
 def _merge(op, weights, others):
+    def is_leaf(node):
+        return node is None or is_scaled(node)
+
+    for tree in (weights, others):
+        jax.tree.structure(tree, is_leaf=is_leaf)  # raises the errors of its nodes
     try:
         return jax.tree.map(
             lambda weight, other: other if weight is None else weight,
             weights,
             others,
-            is_leaf=lambda leaf: leaf is None or is_scaled(leaf),
+            is_leaf=is_leaf,
         )
-    except Exception as error:  # JAX prints keys, and their repr may raise any error
+    # Only JAX's comparison can fail. It prints keys, whose repr may raise any error.
+    except Exception as error:
         raise ShapeContractError(
             f"{op}: the arguments are different trees: {error}. Pass both results of "
             f"{op.replace('merge', 'split')}, or trees like them."
