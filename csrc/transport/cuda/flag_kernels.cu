@@ -51,7 +51,7 @@ __device__ bool EndCall(const EndParams& params) {
   what.rank = params.rank;
   if (failed == 0 && poison != 0) {
     ReadPoison(poison, what);
-    failed = FailedWord(what);
+    failed = poison;
   }
   SignalAll(params.freed, words.current, failed);
   SyncWarp();  // every thread with a target has read the epoch
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32)
   ErrorRecord what = params.what;
   what.partition = *reinterpret_cast<const uint32_t*>(params.partition);
   if (what.partition == params.expected) return;
-  Fail(params.own, params.peers, what, ErrorRecord::kMisplaced);
+  Fail(params.own, params.peers, FailedWord(what), what, ErrorRecord::kMisplaced);
 }
 
 }  // namespace jax_ub::gpu

@@ -26,8 +26,9 @@ inline constexpr int kTagBits = 24;
 inline constexpr uint64_t kTagMask = (uint64_t{1} << kTagBits) - 1;
 
 // Format of the words RankWords::failed and RankWords::poison. Bits 15 ... 0 are 1 +
-// the rank that failed. If ranks made different calls, the upper bits are the tags of
-// two of these calls, with kTagBits each.
+// the rank that failed first: a rank that a peer notified passes on the peer's word. If
+// ranks made different calls, the upper bits are the tags of two of these calls, with
+// kTagBits each.
 inline constexpr int kFailedRankBits = 16;
 inline constexpr uint64_t kFailedRankMask = (1 << kFailedRankBits) - 1;
 
@@ -44,7 +45,7 @@ struct ErrorRecord {
 
   uint32_t code;
   uint32_t rank;  // the rank that this record belongs to
-  uint32_t peer;  // the awaited rank; for kPeerFailed, the rank that failed
+  uint32_t peer;  // the awaited rank; for kPeerFailed, the rank that failed first
   uint32_t slot;  // the awaited slot of this rank; kNoSlot for a wait for `freed`
   int32_t chunk;  // the awaited chunk; -1: none
   uint32_t call;  // CudaCommunicator::NumberOf of the call site

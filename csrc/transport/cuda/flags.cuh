@@ -69,18 +69,19 @@ __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t c
   StoreRelease(&record->code, code);
 }
 
-// Records the first failure of this rank, and reports it to the peers. Does nothing if
-// the rank has failed already.
+// Records the first failure of this rank, and reports it to the peers. `failed` is the
+// value of RankWords::failed. Does nothing if the rank has failed already.
 __device__ void Fail(const RankWords& own,
                      const PeerWords& poisons,
+                     uint64_t failed,
                      const ErrorRecord& what,
                      uint32_t code) {
-  if (!Claim(own.failed, FailedWord(what))) return;
+  if (!Claim(own.failed, failed)) return;
 #ifdef __CUDACC__
 #pragma unroll 1  // unrolled, the loop would use most of the wait kernel's registers
 #endif
   for (uint32_t i = 0; i < poisons.num_peers; ++i) {
-    StoreRelease(poisons.words[i], FailedWord(what));
+    StoreRelease(poisons.words[i], failed);
   }
   Record(own, what, code);
 }
@@ -123,7 +124,8 @@ __device__ bool WaitFor(const WaitingCall& waiting,
           what.tag = waiting.tag;
           what.other_tag = static_cast<uint32_t>(announced & kTagMask);
         }
-        Fail(own, waiting.poisons, what, code);
+        const uint64_t failed = poison != 0 ? poison : FailedWord(what);
+        Fail(own, waiting.poisons, failed, what, code);
         return false;
       }
     }

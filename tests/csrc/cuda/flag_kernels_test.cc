@@ -294,16 +294,30 @@ TEST(a_wait_that_fails_tells_all_peers_at_once) {
   CHECK_EQ(poisons[2], 0u);
 }
 
+TEST(a_rank_that_a_peer_notifies_names_the_rank_that_failed_first_to_others) {
+  Rank own(9);
+  own.poison = 6;
+  uint64_t poison = 0;
+  WaitParams wait = own.Wait(own.arrived[0], 1, kLongNs);
+  wait.waiting.poisons = {1, {AddressOf(&poison)}};
+  Launch(kWaitKernel, wait, 1, 32);
+  CHECK_EQ(own.failed, 6u);
+  CHECK_EQ(poison, 6u);
+  CHECK_EQ(own.error.code, ErrorRecord::kPeerFailed);
+  CHECK_EQ(own.error.rank, 3u);
+  CHECK_EQ(own.error.peer, 5u);
+}
+
 TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
   Rank own(9);
   Rank peer(9);
   own.poison = 6;
   Launch(kEndKernel, own.End({{AddressOf(&peer.freed[3]), AddressOf(&peer.poison)}}), 1,
          32);
-  CHECK_EQ(own.failed, 4u);
+  CHECK_EQ(own.failed, 6u);
   CHECK_EQ(own.epoch, Word(9));
   CHECK_EQ(peer.freed[3], Word(9));
-  CHECK_EQ(peer.poison, 4u);
+  CHECK_EQ(peer.poison, 6u);
   CHECK_EQ(own.error.code, ErrorRecord::kPeerFailed);
   CHECK_EQ(own.error.rank, 3u);
   CHECK_EQ(own.error.peer, 5u);
