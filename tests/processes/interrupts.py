@@ -121,7 +121,7 @@ class Pair:
         """Checks that the other process fails soon."""
         has_come = True
         if self.me == victim:
-            has_come = interrupted(self.initialize, line, "_prepare")
+            has_come = interrupted(self.initialize, line, "publish_pid")
             assert ub.is_ub_initialized() == (not has_come)
             assert bool(communicators.connections()) == (not has_come)
         else:

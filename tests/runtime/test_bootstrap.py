@@ -13,7 +13,13 @@ import pytest
 
 import jax_ub as ub
 from jax_ub._src.runtime import bootstrap
-from jax_ub._src.runtime.bootstrap import JaxStore, Presence, join_job, open_rendezvous
+from jax_ub._src.runtime.bootstrap import (
+    JaxStore,
+    Presence,
+    join_job,
+    open_rendezvous,
+    publish_pid,
+)
 from jax_ub._src.tools.launch import supervisor
 from jax_ub.errors import CommunicatorError, ConfigurationError, UnknownNameError
 
@@ -123,27 +129,27 @@ def messages(monkeypatch):
     return found
 
 
-def join_as(monkeypatch, process):
+def publish_as(monkeypatch, process):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: process)
-        join_job(None)
+        publish_pid()
 
 
 def test_a_process_is_lost_once_it_has_exited(messages, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    join_as(monkeypatch, 1)
+    publish_as(monkeypatch, 1)
     namespace, _, _ = json.loads(messages["1"])
     start = bootstrap._start_time(child.pid)
     messages["1"] = json.dumps([namespace, child.pid, start])
     presence = Presence()
     assert presence.lost(1) is None
-    assert presence.lost(2) is None  # has not joined
+    assert presence.lost(2) is None  # has published no PID
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert presence.lost(1) == f"(pid {child.pid}) died"  # a zombie
     child.communicate()
     assert presence.lost(1) == Presence().lost(1) == f"(pid {child.pid}) died"
-    join_as(monkeypatch, 1)  # restarted
+    publish_as(monkeypatch, 1)  # restarted
     assert presence.lost(1) is None
 
 
@@ -159,14 +165,14 @@ def test_a_command_name_may_end_within_a_character():
 
 
 def test_a_process_of_another_namespace_is_never_lost(messages, monkeypatch):
-    join_as(monkeypatch, 1)
+    publish_as(monkeypatch, 1)
     _, pid, start = json.loads(messages["1"])
     messages["1"] = json.dumps(["another host", pid, start + 1])
     assert Presence().lost(1) is None
 
 
 def test_a_later_process_with_the_same_pid_is_another_one(messages, monkeypatch):
-    join_as(monkeypatch, 1)
+    publish_as(monkeypatch, 1)
     namespace, pid, start = json.loads(messages["1"])
     messages["1"] = json.dumps([namespace, pid, start - 1])
     assert Presence().lost(1) == f"(pid {pid}) died"
@@ -174,5 +180,5 @@ def test_a_later_process_with_the_same_pid_is_another_one(messages, monkeypatch)
 
 def test_without_a_job_nothing_is_written(messages, monkeypatch):
     monkeypatch.setattr(bootstrap.distributed.global_state, "client", None)
-    join_job(None)
+    publish_pid()
     assert not messages

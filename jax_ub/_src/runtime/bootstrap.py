@@ -56,14 +56,17 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Publishes this process's PID, by which other processes detect its death.
+    """Initializes `jax.distributed` by MPI with the backend "mpi", unless it is.
 
-    With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
-    is initialized. Otherwise, a process without `jax.distributed` has no job.
+    With another backend, a process without `jax.distributed` has no job.
     """
     is_mpi = isinstance(backend, str) and backend == "mpi"
     if is_mpi and not jax.distributed.is_initialized():
         _initialize_by_mpi()
+
+
+def publish_pid() -> None:
+    """Publishes this process's PID, by which other processes detect its death."""
     if jax.distributed.is_initialized():
         own = [_pid_namespace(), os.getpid(), _start_time(os.getpid())]
         JaxStore(_PID_SCOPE).write(str(jax.process_index()), json.dumps(own))
@@ -162,7 +165,7 @@ class Presence:
     def lost(self, process: int) -> str | None:
         """Returns how a process was lost, as "(pid 123) died", or None if it was not.
 
-        Returns None if the process is running, has not called `join_job`, or is in
+        Returns None if the process is running, has not called `publish_pid`, or is in
         another PID namespace.
         """
         if process in self._running and self._death(self._running[process]) is None:

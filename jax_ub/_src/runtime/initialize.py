@@ -25,7 +25,12 @@ from jax_ub._src.runtime import (
     settings,
     tuned_file,
 )
-from jax_ub._src.runtime.bootstrap import check_backend, join_job, open_rendezvous
+from jax_ub._src.runtime.bootstrap import (
+    check_backend,
+    join_job,
+    open_rendezvous,
+    publish_pid,
+)
 from jax_ub._src.runtime.initialize_args import (
     make_initialized_axis,
     read_dtype,
@@ -104,6 +109,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         try:
             with open_rendezvous(processes, _timeout_s()) as all_gather:
                 try:
+                    publish_pid()
                     check_backend(bootstrap_backend)
                     modes = use_fp8, quantization_modes
                     axis = _prepare(
