@@ -339,6 +339,18 @@ def test_an_nnx_module_inside_a_linen_model_overlaps_itself(x):
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_of_jax_ub_inside_a_linen_model_is_no_fallback(x):
+    options = {"parallel": "column", "mesh": mesh_of(1, 2)}
+    layer = nnx.bridge.to_linen(ub_nnx.Linear, x.shape[-1], 32, **options)
+    net = nn.Sequential([layer, nn.Dense(24)])
+    variables = net.init(jax.random.key(0), x)
+    with ub_linen.Overlap({"layers_[01]": "row"}) as overlap:
+        table = ub.explain(lambda variables: net.apply(variables, x), variables)
+    assert [row.scope for row in table.rows] == ["Sequential/layers_0", "layers_1"]
+    assert table.overlapped and not ub.fallbacks()
+    assert overlap.overlapped == {"layers_1": "row"}
+
+
 def test_a_linen_module_inside_an_nnx_model_is_overlapped_by_a_block(x):
     class Net(nnx.Module):
         def __init__(self):

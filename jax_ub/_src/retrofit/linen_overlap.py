@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 from flax.core import lift
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -324,9 +325,7 @@ class Overlap(FixedArguments, KeywordsChecked):
 
     def _record_parameters(self, layer, path, is_supported):
         """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
-        # Layers of jax_ub.flax.linen have a `sharding_layout`. They overlap without a
-        # rule, so `ub.fallbacks` does not list them.
-        if path in self._recorded or hasattr(type(layer), "sharding_layout"):
+        if path in self._recorded or _is_of_jax_ub(layer):
             return
         is_embed = isinstance(layer, nn.Embed)
         head = f"{path}.attend" if is_embed else path
@@ -473,6 +472,14 @@ def _overlapped_call(layer, method_name) -> Callable | None:
         return _call_einsum
     is_general = isinstance(layer, nn.DenseGeneral) and not layer.batch_dims
     return _call_dense if is_general or isinstance(layer, nn.Dense) else None
+
+
+def _is_of_jax_ub(layer) -> bool:
+    """Returns whether a module is a layer of jax_ub, which overlaps without a rule."""
+    if isinstance(layer, nnx.bridge.ToLinen):
+        kind = layer.nnx_class
+        return isinstance(kind, type) and issubclass(kind, FixedArguments)
+    return hasattr(type(layer), "sharding_layout")
 
 
 def _spec_of(value) -> tuple:
