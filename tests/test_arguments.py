@@ -43,6 +43,11 @@ def attention(x, **options):
         return MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), **options)(x)
 
 
+def mlp(x, **options):
+    with jax.set_mesh(jax.make_mesh((1,), ("tp",))):
+        return LayerNormMLP(8, 16, rngs=nnx.Rngs(0), **options)(x)
+
+
 WRONG = {
     "Linear: kernel_init = 'zeros' is not a function. Pass one.": lambda: linear(
         kernel_init="zeros"
@@ -79,6 +84,9 @@ WRONG = {
     ),
     "attention: attention_fn returned None for queries of shape (2, 4, 2,": lambda: (
         attention(X, attention_fn=lambda *args, **options: None)
+    ),
+    "LayerNormMLP: activation returned None for an array of shape (2, 4, ": lambda: mlp(
+        X, activation=lambda x: None
     ),
     " is of type Mesh. Pass a jax.sharding.Mesh with axes, or None to": lambda: linear(
         mesh=Mesh(np.empty((), object), ())

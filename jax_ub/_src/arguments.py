@@ -293,6 +293,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "precision": check_precision,
     "rngs": _check_rngs,
     "ub_name": _or_none(_check_name),
+    "ub_comm_name": _or_none(_check_name),
     **dict.fromkeys(
         ("deterministic", "reduce_in_backward"), _or_none(checks.check_flag)
     ),

@@ -47,7 +47,8 @@ _PAGES = {
         r"^(ops|operation|OperationFuser|Sequential|AddExtraInput|AllGather|AllReduce"
         r"|BasicLinear|Bias|ConstantScale|Dropout|GEGLU|GELU|Identity|LayerNorm"
         r"|MakeExtraOutput|Quantize|RMSNorm|ReLU|ReduceScatter|Reshape|SiLU|SwiGLU"
-        r"|(Backward|Forward|Userbuffers)\w+|gradients_of_main_grads|merge_\w+"
+        r"|(Backward|Forward|Userbuffers)\w+|(Basic|Fused)Operation|merge_\w+"
+        r"|gradients_of_main_grads"
         r"|fuse_windows|(register_\w+|unregister)_fusion)\b"
     ),
     "docs/functions.md": (

@@ -180,7 +180,7 @@ def test_a_layer_with_a_custom_dot_general_is_rejected():
             "UnknownNameError",
             "'up(' is not a regular expression",
         ),
-        ({"up": "col"}, {}, "UnknownNameError", "'col' is not a way to shard a kernel"),
+        ({"up": "col"}, {}, "UnknownNameError", "['up'] = 'col' is not a way to"),
         ({}, {"method": "drect"}, "UnknownNameError", "method = 'drect'"),
         ({}, {"mesh": "tp"}, "ShapeContractError", "mesh = 'tp' is of type str"),
     ],

@@ -53,7 +53,7 @@ def transformer(*sizes, **options):
         (
             lambda: layer(parallel="colum"),
             UnknownNameError,
-            "'colum' is not a way to shard a kernel. Did you mean 'column'?",
+            "parallel = 'colum' is not a way to shard a kernel. Did you mean 'column'?",
         ),
         (
             lambda: layer(mesh=4),

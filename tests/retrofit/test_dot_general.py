@@ -274,10 +274,10 @@ def test_integers_fall_back_to_jax():
         (
             {"kind": "colum"},
             UnknownNameError,
-            "dot_general: 'colum' is not a way to shard a kernel. Did you mean "
+            "dot_general: kind = 'colum' is not a way to shard a kernel. Did you mean "
             "'column'? Known: 'column', 'row', 'ag', 'rs'.",
         ),
-        ({"kind": None}, UnknownNameError, "dot_general: None is not a way to shard"),
+        ({"kind": None}, UnknownNameError, "kind = None is not a way to shard"),
         (
             {"kind": "row", "method": "pipelin"},
             UnknownNameError,

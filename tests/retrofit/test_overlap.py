@@ -172,7 +172,8 @@ def test_a_method_may_be_named_for_the_whole_model():
         (
             {r".*up": "columns"},
             ub.errors.UnknownNameError,
-            "overlap: 'columns' is not a way to shard a kernel. Did you mean 'column'?",
+            "overlap: rules['.*up'] = 'columns' is not a way to shard a kernel. Did "
+            "you mean 'column'?",
         ),
         (
             "auto",

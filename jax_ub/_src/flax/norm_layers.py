@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from jax_ub._src import arguments, checks
+from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.flax.linear import (
     Linear,
     apply_layers,
@@ -35,7 +36,13 @@ def mlp(
     fc1, gate, fc2 = layers
 
     def hidden(product, up=None):
-        return activation(product) if up is None else activation(product) * up
+        activated = activation(product)
+        if not checks.is_array(activated):
+            raise ShapeContractError(
+                f"LayerNormMLP: activation returned {shown(activated)} for an array of "
+                f"shape {product.shape}. Return an array of that shape."
+            )
+        return activated if up is None else activated * up
 
     if is_named_activation(activation):
         # With jax.checkpoint, the backward pass recomputes the activation, and the

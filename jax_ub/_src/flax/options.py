@@ -261,7 +261,7 @@ def check_norm_parallel(op: str, parallel: str | None) -> None:
     A row-parallel layer's input is sharded by features, but a norm needs all features
     of a token on one rank.
     """
-    if parallel is not None and resolve_parallel(op, parallel) == "row":
+    if parallel is not None and resolve_parallel(op, "parallel", parallel) == "row":
         raise UnsupportedOverlapError(
             f'{op}: parallel = "row" shards the features, but a norm needs all '
             'features of a token. Use parallel="column", or a separate norm before '

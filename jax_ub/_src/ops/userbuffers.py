@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ub._src import checks, dtypes
+from jax_ub._src import arguments, checks, dtypes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
@@ -154,6 +154,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
     """Checks the options of an overlapped linear; returns them as a `CallConfig`."""
     check_parallel(op, "tensor_parallel_mode", parallel)
     checks.check_flag(op, "sequence_parallel", sequence_parallel)
+    arguments.check(op, ub_comm_name=ub_comm_name)
     if not sequence_parallel:
         raise UnsupportedOverlapError(
             f"{op}: sequence_parallel = False, but only all-gathers and "
@@ -242,7 +243,9 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         """
         op, mode = "UserbuffersForwardLinear", tensor_parallel_mode
         checks.check_array(op, "weight", weight)
-        dtype = weight.dtype if dtype is None else dtype
+        if dtype is None:
+            checks.check_float(op, weight=weight)
+            dtype = weight.dtype
         config = overlapped_call_config(
             op, mode, axis_name, sequence_parallel, ub_comm_name, method, dtype
         )

@@ -118,6 +118,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         checks.check_flag(op, "weight_requires_grad", weight_requires_grad)
         checks.check_flag(op, "bias_requires_grad", bias_requires_grad)
         if dtype is None:
+            checks.check_float(op, weight=weight)
             dtype = gradient_dtype({"kernel": weight, "x": input}, grad_output)
         config = overlapped_call_config(
             op,

@@ -94,7 +94,7 @@ def dot_general(  # noqa: PLR0913, options of a layer
     check_layer_recipe("dot_general", fp8)
     return DotGeneral(
         ShardingLayout(
-            resolve_parallel("dot_general", kind),
+            resolve_parallel("dot_general", "kind", kind),
             axis_name,
             mesh,
             data_axes,

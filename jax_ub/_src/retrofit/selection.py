@@ -61,7 +61,9 @@ def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[st
 
 
 def _read_kind(pattern, kind):
-    return None if kind is None else resolve_parallel("overlap", kind)
+    if kind is None:
+        return None
+    return resolve_parallel("overlap", f"rules[{shown(pattern)}]", kind)
 
 
 def _read_name(pattern, name):

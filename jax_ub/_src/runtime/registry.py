@@ -275,8 +275,8 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
     searched = [axis for axis in axes() if axis_name in (None, axis.axis_name)]
     if not searched:
         raise UnknownOverlapError(
-            f"{label}: axis {shown(axis_name)} is not initialized. Initialized: "
-            f"{shown(list(_AXES))}."
+            f"{label}: axis_name = {shown(axis_name)} is not initialized. Pass one of "
+            f"{shown(list(_AXES))}, or call ub.initialize_ub for it."
         )
     found = [
         axis.overlaps[name, mode] for axis in searched if (name, mode) in axis.overlaps
@@ -297,7 +297,8 @@ def _why_missing(name, use_fp8, searched):
         modes = sorted({mode.name for axis in searched for mode in axis.modes})
         return (
             f"with use_fp8 = {shown(use_fp8)} it does not exist. initialize_ub was "
-            f"called for quantization_modes {modes} only."
+            f"called for quantization_modes {modes} only. Pass "
+            f"use_fp8={not use_fp8}, or call initialize_ub with both modes."
         )
     return f"no overlap has this name. {nearest(with_known_pass(name), known)}"
 

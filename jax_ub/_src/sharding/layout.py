@@ -25,11 +25,14 @@ AnyMesh = Mesh | AbstractMesh
 _KINDS = {COLUMN: COLUMN, ROW: ROW, "ag": COLUMN, "rs": ROW}
 
 
-def resolve_parallel(op: str, kind: str | None) -> str:
-    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs")."""
+def resolve_parallel(op: str, name: str, kind: str | None) -> str:
+    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
+
+    `name` is the name of the argument, for errors.
+    """
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UnknownNameError(
-            f"{op}: {shown(kind)} is not a way to shard a kernel. "
+            f"{op}: {name} = {shown(kind)} is not a way to shard a kernel. "
             f"{nearest(kind, _KINDS)}"
         )
     return _KINDS[kind]
@@ -142,7 +145,7 @@ class ShardingLayout(PickledMeshes):
         """Checks the fields, and converts axis names to tuples or single strings."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
-            parallel = resolve_parallel(self.op, self.parallel)
+            parallel = resolve_parallel(self.op, "parallel", self.parallel)
             object.__setattr__(self, "parallel", parallel)
         check_axis_name(self.op, self.axis_name)
         axis_name = self.axes[0] if len(self.axes) == 1 else self.axes

@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from linears import LAYOUTS, METHODS, MODES, arrays, bias_grad, dgrad, wgrad, wide
@@ -364,6 +365,29 @@ def test_calls_that_do_not_overlap_are_rejected(function, shapes):
     text = refused(function, *shapes, method="rings")
     assert "UnknownNameError" in text
     assert "'rings' is not a method" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ub_comm_name": 3}, ": ub_comm_name = 3 is not the name of a layer"),
+        ({"weight": np.zeros((8, 8), np.int32)}, ": weight is int32, but the op takes"),
+    ],
+)
+def test_errors_name_the_arguments_of_functional_calls(options, text):
+    x = np.zeros((8, 8), np.float32)
+    given = {"input": x, "weight": x, "axis_name": "tp", **options}
+    forward = UserbuffersForwardLinear.functional_forward
+    backward = UserbuffersBackwardLinear.functional_backward
+    for call in (forward, functools.partial(backward, x)):
+        run = jax.shard_map(
+            functools.partial(call, tensor_parallel_mode="column", **given),
+            mesh=tp_mesh(2),
+            in_specs=(),
+            out_specs=P(),
+        )
+        with pytest.raises(ub.errors.UbError, match=text):
+            jax.eval_shape(run)
 
 
 @BOTH

@@ -42,6 +42,7 @@ UNIT = "unit"  # a work unit of a GEMM on one thread
 WAITS = (GATHER, BARRIER, "wait", "wait_free")
 AROUND = (CALL, GATHER, BARRIER, UNIT)
 _CATEGORY = "jax_ub"
+_FIX = "Give the files of ub.trace or `python -m jax_ub trace --json`."
 # First track id of threads in a trace file: thread n of a process has the track id
 # `_FIRST_THREAD + n`. Smaller track ids are device ids.
 _FIRST_THREAD = 100_000
@@ -374,12 +375,11 @@ def _read_file(path):
         )
     except OSError as error:
         raise InputError(
-            f"trace: cannot read {shown(str(path))}: {error.strerror}."
+            f"trace: cannot read {shown(str(path))}: {error.strerror}. {_FIX}"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnknownNameError(
-            f"trace: {shown(str(path))} is not a trace that jax_ub wrote. Give the "
-            "files of ub.trace or `python -m jax_ub trace --json`."
+            f"trace: {shown(str(path))} is not a trace that jax_ub wrote. {_FIX}"
         ) from error
 
 
