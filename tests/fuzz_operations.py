@@ -1,12 +1,17 @@
 """Targets of the fuzz test: fused operations, lists of operations, registries."""
 
 import contextlib
-import dataclasses
 import functools
 
-import bad_values
 from bad_values import Target
-from fuzz_targets import called, optional, traced, zeros
+from fuzz_targets import (
+    called,
+    optional,
+    traced,
+    without,
+    without_deep_trees,
+    zeros,
+)
 
 from jax_ub import ops
 
@@ -127,16 +132,8 @@ LISTS = {
 }
 
 
-def _without(target, *names):
-    """Returns the target without these bad values."""
-    values = {k: make for k, make in bad_values.VALUES.items() if k not in names}
-    return dataclasses.replace(target, values=values)
-
-
 def _on_trees(function, valid):
-    # JAX's C++ code raises a `SystemError` for trees deeper than Python's stack.
-    deep = ("nested list", "nested dict", "a list in itself")
-    return _without(called(function, valid), *deep)
+    return without_deep_trees(called(function, valid))
 
 
 def _changed_list(method):
@@ -190,7 +187,7 @@ FUNCTIONS = {
         lambda direction: ops.OperationFuser([ops.GELU()]).fused(direction),
         lambda: {"direction": "forward"},
     ),
-    "ops.fuse_windows": _without(
+    "ops.fuse_windows": without(
         called(
             ops.fuse_windows, lambda: {"ops": [ops.GELU()], "match": lambda ops: None}
         ),

@@ -314,6 +314,17 @@ def _model():
         return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
 
+def without(target, *names):
+    """Returns the target without these bad values."""
+    values = {name: make for name, make in target.values.items() if name not in names}
+    return dataclasses.replace(target, values=values)
+
+
+def without_deep_trees(target):
+    # JAX's C++ code raises a `SystemError` for trees deeper than Python's stack.
+    return without(target, "nested list", "nested dict", "a list in itself")
+
+
 def _initialized(function, valid, names=()):
     """Returns the target of a function that is called after `initialize_ub`."""
 
@@ -396,9 +407,55 @@ CONFIGURATION = {
     "trace": called(ub.trace, dict, ("path", "events_per_thread")),
 }
 
+
+def _fp8_state():
+    return {"mlp": ub.fp8.init_state(ub.fp8.DelayedScaling())}
+
+
+def _per_rank(function, valid):
+    return Target(valid, functools.partial(traced, function), optional(function))
+
+
+FP8 = {
+    "quantize": _per_rank(ub.quantize, lambda: {"x": zeros(64, 64)}),
+    "quantize with a state": _per_rank(
+        ub.quantize,
+        lambda: (
+            {"x": zeros(64, 64), "recipe": ub.fp8.DelayedScaling()}
+            | {"state": _fp8_state()["mlp"]}
+        ),
+    ),
+    "init_state": _per_rank(
+        ub.fp8.init_state, lambda: {"recipe": ub.fp8.DelayedScaling()}
+    ),
+    "quantize_params": without(
+        without_deep_trees(
+            _per_rank(
+                ub.fp8.quantize_params,
+                lambda: {"params": {"up": {"kernel": zeros(64, 8)}}},
+            )
+        ),
+        *("a class", "jnp.float32", "int32"),  # raise their own errors when called
+    ),
+    "apply_updates": without_deep_trees(
+        _per_rank(
+            ub.fp8.apply_updates,
+            lambda: {"state": _fp8_state(), "gradients": _fp8_state()},
+        )
+    ),
+    **{
+        f"fp8.{kind.__name__}": called(
+            kind, dict, [field.name for field in dataclasses.fields(kind)]
+        )
+        for kind in vars(ub.fp8).values()
+        if dataclasses.is_dataclass(kind)
+    },
+}
+
 TARGETS: dict[str, Target] = {
     **PER_DEVICE,
     **LAYERS,
     **OPERATIONS,
     **CONFIGURATION,
+    **FP8,
 }

@@ -7,6 +7,7 @@ and the seed, in this folder. For example:
 """
 
 import inspect
+import typing
 
 import bad_values
 import fuzz_commands
@@ -18,6 +19,7 @@ from flax import nnx
 import jax_ub as ub
 import jax_ub.flax
 from jax_ub import __main__, ops
+from jax_ub._src.fp8.recipes import Recipe
 
 TARGETS = {
     **fuzz_targets.TARGETS,
@@ -94,6 +96,13 @@ ONCE = [
     ("OperationFuser.fused", "direction", "'tp'"),
     ("Sequential.insert", "index", "'tp'"),
     ("Sequential.__getitem__", "index", "'tp'"),
+    ("quantize", "state", "np [4, 8]"),
+    ("quantize with a state", "state", "{raises in repr: 1}"),
+    ("apply_updates", "gradients", "object()"),
+    ("apply_updates", "gradients", "np bool"),
+    ("fp8.DelayedScaling", "amax_compute_algo", "np [4, 8]"),
+    ("fp8.Float8CurrentScaling", "fp8_dpa", "raises in bool"),
+    ("fp8.MXFP8BlockScaling", "enable_2d_quantization", "array [0, 8]"),
 ]
 
 
@@ -119,16 +128,25 @@ def test_more_random_arguments(name):
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
 
 
-# Public functions that have no arguments or, as quantize, whose tests pass bad input.
+# Public functions that have no arguments.
 WITHOUT_TARGET = {
-    "quantize",
     *("check_communicators", "fallbacks", "memory_report", "register_targets"),
 }
 
 
 def test_every_public_function_has_a_target():
-    public = {name for name in ub.__all__ if inspect.isfunction(getattr(ub, name))}
+    public = {
+        name
+        for module in (ub, ub.fp8)
+        for name in module.__all__
+        if inspect.isfunction(getattr(module, name))
+    }
     assert public - WITHOUT_TARGET <= set(TARGETS)
+
+
+def test_every_recipe_has_a_target():
+    recipes = {kind.__name__ for kind in typing.get_args(Recipe)}
+    assert {f"fp8.{name}" for name in recipes} <= set(TARGETS)
 
 
 def test_every_command_has_a_target():

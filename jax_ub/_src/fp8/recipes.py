@@ -157,7 +157,8 @@ class DelayedScaling(KeywordsChecked):
                 "integer. Pass the number of steps, for example 1024."
             )
         algo = self.amax_compute_algo
-        if not callable(algo) and algo not in AMAX_ALGORITHMS:
+        is_name = isinstance(algo, str) and algo in AMAX_ALGORITHMS
+        if not callable(algo) and not is_name:
             raise UnknownNameError(
                 f"DelayedScaling: amax_compute_algo = {shown(algo)} is not a way to "
                 f"compute the amax. {nearest(algo, AMAX_ALGORITHMS)} A function of the "
@@ -200,7 +201,7 @@ class Float8CurrentScaling(KeywordsChecked):
 
     Raises:
         ConfigurationError: if the format, a `QParams` or an `MMParams` is invalid.
-        UnknownNameError: if `use_power_2_scales` is not a bool.
+        UnknownNameError: if a flag is not a bool.
         UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true, or
             `backward_override` is not None.
     """
@@ -269,6 +270,7 @@ class MXFP8BlockScaling(KeywordsChecked):
 
     Raises:
         ConfigurationError: if the format or the margin is invalid.
+        UnknownNameError: if a flag is not a bool.
         UnsupportedOverlapError: if `enable_2d_quantization`, `fp8_dpa` or `fp8_mha` is
             true, or `backward_override` is not None.
     """
@@ -283,12 +285,9 @@ class MXFP8BlockScaling(KeywordsChecked):
     def __post_init__(self):
         _check_format(self)
         _check_margin(self)
-        if self.enable_2d_quantization:
-            raise UnsupportedOverlapError(
-                "MXFP8BlockScaling: enable_2d_quantization = "
-                f"{shown(self.enable_2d_quantization)}, but scales of 32 x 32 blocks "
-                "are not supported. Leave it False."
-            )
+        _check_is_false(
+            self, "enable_2d_quantization", "scales of 32 x 32 blocks are not supported"
+        )
         _check_precision(self)
 
 
@@ -372,15 +371,20 @@ def _check_type(recipe, field, kind, example):
         )
 
 
+def _check_is_false(recipe, field, reason):
+    name, value = type(recipe).__name__, getattr(recipe, field)
+    check_flag(name, field, value)
+    if value:
+        raise UnsupportedOverlapError(
+            f"{name}: {field} = {shown(value)}, but {reason}. Leave it False."
+        )
+
+
 def _check_precision(recipe):
     """Raises an error if attention should be in FP8, or a backward pass should not."""
     name = type(recipe).__name__
     for field in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, field):
-            raise UnsupportedOverlapError(
-                f"{name}: {field} = {shown(getattr(recipe, field))}, but attention "
-                "does not run in FP8. Leave it False."
-            )
+        _check_is_false(recipe, field, "attention does not run in FP8")
     override = recipe.backward_override
     if override is not None:
         raise UnsupportedOverlapError(

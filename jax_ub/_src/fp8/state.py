@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ub._src.checks import is_array
+from jax_ub._src.checks import check_array, is_array
 from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
 from jax_ub._src.fp8.recipes import (
     OUTPUT_GRAD,
@@ -73,7 +73,8 @@ def check_state(
     """
     name = type(recipe).__name__
     if not isinstance(recipe, DelayedScaling):
-        if state:
+        is_empty = isinstance(state, Mapping) and not state
+        if state is not None and not is_empty:
             raise ConfigurationError(
                 f"{op}: {name} has no state, but {argument} = {shown(state)}. Leave it "
                 "out, or use DelayedScaling."
@@ -82,7 +83,7 @@ def check_state(
     shapes = {SCALE: (1,), HISTORY: (recipe.amax_history_len,)}
     wanted = {f"{r}_{name}": shape for r in roles for name, shape in shapes.items()}
     if not isinstance(state, Mapping) or set(state) != set(wanted):
-        found = sorted(state) if isinstance(state, Mapping) else shown(state)
+        found = shown(list(state) if isinstance(state, Mapping) else state)
         raise ConfigurationError(
             f"{op}: DelayedScaling needs a state, but {argument} is {found}. Pass one "
             "from ub.fp8.init_state(recipe)."
@@ -129,27 +130,29 @@ def apply_updates(state: Any, gradients: Any) -> Any:
             f"{op}: state and gradients are different trees, {shown(tree)} and "
             f"{shown(new_tree)}. Pass the gradient with respect to the state."
         )
-    scales = {
-        _sibling(path): (jnp.isfinite(value) & (value > 0))
-        for (path, _), value in zip(old, new, strict=True)
-        if _sibling(path)[1] == SCALE
-    }
-    results = []
-    for (path, before), after in zip(old, new, strict=True):
-        prefix, kind = _sibling(path)
-        is_valid = scales.get((prefix, SCALE))
-        if is_valid is None or not kind:
+    leaves = [
+        (*_sibling(path), jax.tree_util.keystr(path), before, after)
+        for (path, before), after in zip(old, new, strict=True)
+    ]
+    scales = {prefix: after for prefix, kind, *_, after in leaves if kind == SCALE}
+    for prefix, kind, key, before, after in leaves:
+        if not kind or prefix not in scales:
             raise ShapeContractError(
-                f"{op}: state{jax.tree_util.keystr(path)} is neither a scale nor its "
-                "amax history. Pass the state alone, without parameters and main_grads."
+                f"{op}: state{key} is neither a scale nor its amax history. Pass the "
+                "state alone, without parameters and main_grads."
             )
-        if jnp.shape(before) != jnp.shape(after):
+        check_array(op, f"state{key}", before)
+        check_array(op, f"gradients{key}", after)
+        if before.shape != after.shape:
             raise ShapeContractError(
-                f"{op}: {jax.tree_util.keystr(path)} has shape {jnp.shape(before)} in "
-                f"state, but {jnp.shape(after)} in gradients. Pass the gradient with "
-                "respect to the state."
+                f"{op}: {key} has shape {before.shape} in state, but {after.shape} in "
+                "gradients. Pass the gradient with respect to the state."
             )
-        results.append(jnp.where(is_valid, after, before))
+    is_valid = {prefix: jnp.isfinite(s) & (s > 0) for prefix, s in scales.items()}
+    results = [
+        jnp.where(is_valid[prefix], after, before)
+        for prefix, _, _, before, after in leaves
+    ]
     return jax.tree.unflatten(tree, results)
 
 
