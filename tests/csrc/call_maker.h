@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "matrix.h"
 
 namespace jax_ub_test {
 
@@ -166,100 +167,105 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
   return calls;
 }
 
-// Returns the element (batch, row, feature) of the all-gathered operand.
-inline float Gathered(const std::vector<RankCall>& calls,
-                      size_t operand,
-                      int64_t batch,
-                      int64_t row,
-                      int64_t feature) {
-  const int64_t m = calls[0].operands[operand].rows;
-  return At(calls[row / m].operands[operand], batch, row % m, feature);
+// Copies `num_rows` rows of a batch element of a tensor.
+inline Matrix CopyRows(const Tensor& tensor,
+                       int64_t batch,
+                       int64_t first_row,
+                       int64_t num_rows) {
+  const auto* const from = reinterpret_cast<const float*>(tensor.At(batch, first_row));
+  return {num_rows, tensor.features, {from, from + num_rows * tensor.features}};
+}
+inline Matrix Copy(const Tensor& tensor, int64_t batch = 0) {
+  return CopyRows(tensor, batch, 0, tensor.rows);
 }
 
-// Returns the expected value of an element of a result.
-inline float Expected(const CallAttributes& at,
-                      const std::vector<RankCall>& calls,
-                      int rank,
-                      size_t result,
-                      int64_t b,
-                      int64_t row,
-                      int64_t column) {
-  const RankCall& mine = calls[rank];
-  const auto& in = mine.operands;
+// Returns a batch element of the all-gathered operand.
+inline Matrix Gathered(const std::vector<RankCall>& calls,
+                       size_t operand,
+                       int64_t batch) {
+  Matrix all{0, calls[0].operands[operand].features};
+  for (const RankCall& call : calls) {
+    const Matrix shard = Copy(call.operands[operand], batch);
+    all.rows += shard.rows;
+    all.values.insert(all.values.end(), shard.values.begin(), shard.values.end());
+  }
+  return all;
+}
+
+// Returns the expected value of a batch element of a result.
+inline Matrix Expected(const CallAttributes& at,
+                       const std::vector<RankCall>& calls,
+                       int rank,
+                       size_t result,
+                       int64_t b) {
+  const auto& in = calls[rank].operands;
   const size_t n = at.num_kernels;
-  float sum = 0;
+  Matrix sum{calls[rank].results[result].rows, calls[rank].results[result].features};
   const auto scattered = [&](size_t operand) {
-    const int64_t m = in[operand].rows / at.num_ranks;
     for (const RankCall& call : calls) {
-      sum += At(call.operands[operand], b, rank * m + row, column);
+      Add(CopyRows(call.operands[operand], b, rank * sum.rows, sum.rows), sum);
     }
     return sum;
   };
-  const auto kernel = [&](const Tensor& w, int64_t k) {
-    return at.rhs_transposed ? At(w, 0, column, k) : At(w, 0, k, column);
+  const auto kernel = [&](const Tensor& w) {
+    return at.rhs_transposed ? Transposed(Copy(w)) : Copy(w);
+  };
+  const auto scale = [&] {
+    for (float& value : sum.values) value *= at.scale;
   };
   switch (at.op) {
     case Op::kAllGatherMatmul:
-      if (result == n) return Gathered(calls, 0, b, row, column);
-      for (int64_t k = 0; k < in[0].features; ++k) {
-        sum += Gathered(calls, 0, b, row, k) * kernel(in[1 + result], k);
-      }
-      sum *= at.scale;
-      if (at.has_bias) sum += At(in[1 + n + result], 0, 0, column);
-      if (at.has_residual) {
-        sum += At(in[jax_ub::FirstResidual(at) + result], b, row, column);
-      }
+      if (result == n) return Gathered(calls, 0, b);
+      AddProduct(Gathered(calls, 0, b), kernel(in[1 + result]), sum);
+      scale();
+      if (at.has_bias) Add(Copy(in[1 + n + result]), sum);
+      if (at.has_residual) Add(Copy(in[jax_ub::FirstResidual(at) + result], b), sum);
       return sum;
     case Op::kMatmulReduceScatter:
     case Op::kMatmulAllReduce:
     case Op::kMatmul: {
       const bool local = at.op == Op::kMatmul;
-      const int64_t first =
-          at.op == Op::kMatmulReduceScatter ? rank * mine.results[0].rows : 0;
+      const int64_t first = at.op == Op::kMatmulReduceScatter ? rank * sum.rows : 0;
       for (int r = local ? rank : 0; r < (local ? rank + 1 : at.num_ranks); ++r) {
         const auto& from = calls[r].operands;
         for (size_t i = 0; i < n; ++i) {
-          for (int64_t k = 0; k < from[i].features; ++k) {
-            sum += At(from[i], b, first + row, k) * kernel(from[n + i], k);
-          }
+          AddProduct(CopyRows(from[i], b, first, sum.rows), kernel(from[n + i]), sum);
         }
       }
-      sum *= at.scale;
-      if (at.has_bias) sum += At(in[2 * n], 0, 0, column);
-      if (at.has_residual) sum += At(in[2 * n + at.has_bias], b, row, column);
+      scale();
+      if (at.has_bias) Add(Copy(in[2 * n]), sum);
+      if (at.has_residual) Add(Copy(in[2 * n + at.has_bias], b), sum);
       return sum;
     }
     case Op::kWgrad:
     case Op::kBulkReduceScatter: {
       if (result == n) return scattered(in.size() - 1);
       const size_t dy = 1 + result;
+      const auto tokens = [&](size_t operand, Gather gather, int64_t batch) {
+        const bool is_gathered = at.op == Op::kWgrad && at.gather == gather;
+        return is_gathered ? Gathered(calls, operand, batch) : Copy(in[operand], batch);
+      };
       for (int64_t batch = 0; batch < in[0].batch; ++batch) {
-        const int64_t tokens = std::max(in[0].rows, in[dy].rows);
-        for (int64_t t = 0; t < tokens; ++t) {
-          const bool is_x = at.op == Op::kWgrad && at.gather == Gather::kX;
-          const bool is_dy = at.op == Op::kWgrad && at.gather == Gather::kDy;
-          sum += (is_x ? Gathered(calls, 0, batch, t, row) : At(in[0], batch, t, row)) *
-                 (is_dy ? Gathered(calls, dy, batch, t, column)
-                        : At(in[dy], batch, t, column));
-        }
+        AddProduct(Transposed(tokens(0, Gather::kX, batch)),
+                   tokens(dy, Gather::kDy, batch), sum);
       }
-      return at.scale * sum + (at.accumulate ? At(in[dy + n], 0, row, column) : 0);
+      scale();
+      if (at.accumulate) Add(Copy(in[dy + n]), sum);
+      return sum;
     }
     case Op::kAllGather:
-      return Gathered(calls, 0, b, row, column);
+      return Gathered(calls, 0, b);
     case Op::kReduceScatter:
       return scattered(0);
     case Op::kAllReduce:
-      for (const RankCall& call : calls) sum += At(call.operands[0], b, row, column);
-      if (at.has_bias) sum += At(in[1], 0, 0, column);
-      if (at.has_residual) sum += At(in[1 + at.has_bias], b, row, column);
+      for (const RankCall& call : calls) Add(Copy(call.operands[0], b), sum);
+      if (at.has_bias) Add(Copy(in[1]), sum);
+      if (at.has_residual) Add(Copy(in[1 + at.has_bias], b), sum);
       return sum;
     case Op::kBulkAllGather:
-      if (result == 1) return Gathered(calls, 2 * n, b, row, column);
+      if (result == 1) return Gathered(calls, 2 * n, b);
       for (size_t i = 0; i < n; ++i) {
-        for (int64_t k = 0; k < in[i].features; ++k) {
-          sum += At(in[i], b, row, k) * At(in[n + i], 0, column, k);
-        }
+        AddProduct(Copy(in[i], b), Transposed(Copy(in[n + i])), sum);
       }
       return sum;
   }
@@ -276,11 +282,10 @@ inline int64_t NumWrong(const CallAttributes& at,
     for (size_t i = 0; i < calls[rank].results.size(); ++i) {
       const Tensor& result = calls[rank].results[i];
       for (int64_t b = 0; b < result.batch; ++b) {
-        for (int64_t row = 0; row < result.rows; ++row) {
-          for (int64_t column = 0; column < result.features; ++column) {
-            num_wrong += At(result, b, row, column) !=
-                         Expected(at, calls, rank, i, b, row, column);
-          }
+        const Matrix actual = Copy(result, b),
+                     expected = Expected(at, calls, rank, i, b);
+        for (size_t e = 0; e < actual.values.size(); ++e) {
+          num_wrong += actual.values[e] != expected.values[e];
         }
       }
     }

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <stdexcept>
 
+#include "matrix.h"
 #include "random_gemm.h"
 
 namespace jax_ub::emulated {
@@ -141,12 +142,7 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
     }
   }
   std::vector<float> sums(m * n, 0.0f);
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t p = 0; p < k; ++p) {
-      const float left = a[i * k + p];
-      for (int64_t j = 0; j < n; ++j) sums[i * n + j] += left * b[p * n + j];
-    }
-  }
+  jax_ub_test::AddProduct(a.data(), b.data(), m, n, k, sums.data());
   const bool has_rows = product.has_row_scales();
   const bool has_factors = !product.has_block_scales();
   const auto scale = [=](const void* scales, int64_t i) {
