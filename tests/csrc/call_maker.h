@@ -32,8 +32,9 @@ class Arrays {
     memory_.push_back(std::make_unique<float[]>(batch * rows * features));
     Tensor tensor{DType::kF32, batch, rows, features, nullptr};
     tensor.data = reinterpret_cast<std::byte*>(memory_.back().get());
-    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
-      memory_.back()[i] = random ? static_cast<float>(random_() % 5) - 2 : -1000;
+    float* const values = memory_.back().get();
+    for (int64_t i = 0, n = tensor.num_elements(); i < n; ++i) {
+      values[i] = random ? static_cast<float>(random_() % 5) - 2 : -1000;
     }
     return tensor;
   }

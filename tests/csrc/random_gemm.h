@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -58,21 +59,24 @@ inline float Fp8ToF32(uint8_t code, DType dtype) {
   return code & 0x80 ? -x : x;
 }
 
-// The numbers of all codes.
-inline const std::vector<float>& Fp8Numbers(DType dtype) {
-  const auto numbers_of = [](DType each) {
-    std::vector<float> all;
-    for (int code = 0; code < 256; ++code) all.push_back(Fp8ToF32(code, each));
-    return all;
-  };
-  static const std::vector<float> e4m3 = numbers_of(DType::kE4M3);
-  static const std::vector<float> e5m2 = numbers_of(DType::kE5M2);
-  return dtype == DType::kE4M3 ? e4m3 : e5m2;
+// The numbers of all codes. They are not local to a function, where each use would check
+// whether they are initialized, which takes ThreadSanitizer longer than the use.
+using Fp8NumberTable = std::array<float, 256>;
+inline Fp8NumberTable MakeFp8Numbers(DType dtype) {
+  Fp8NumberTable all;
+  for (int code = 0; code < 256; ++code) all[code] = Fp8ToF32(code, dtype);
+  return all;
+}
+inline const Fp8NumberTable e4m3_numbers = MakeFp8Numbers(DType::kE4M3);
+inline const Fp8NumberTable e5m2_numbers = MakeFp8Numbers(DType::kE5M2);
+
+inline const Fp8NumberTable& Fp8Numbers(DType dtype) {
+  return dtype == DType::kE4M3 ? e4m3_numbers : e5m2_numbers;
 }
 
 // Rounds to the nearest finite code, to the even one of two.
 inline uint8_t F32ToFp8(float x, DType dtype) {
-  const std::vector<float>& numbers = Fp8Numbers(dtype);  // ascending up to `last`
+  const Fp8NumberTable& numbers = Fp8Numbers(dtype);  // ascending up to `last`
   const auto last = numbers.begin() + (dtype == DType::kE4M3 ? 0x7e : 0x7b);
   const float magnitude = std::abs(x);
   const auto above = std::lower_bound(numbers.begin(), last, magnitude);

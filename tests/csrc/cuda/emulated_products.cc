@@ -112,14 +112,14 @@ std::vector<float> ReadDense(const void* data,
                              bool transpose,
                              bool is_tf32) {
   const int64_t size = ElementBytes(layout.type);
+  const DType type = TypeOf(layout.type);
   const auto* const base =
       static_cast<const std::byte*>(data) + batch * layout.batch_stride * size;
   const int64_t columns = transpose ? layout.rows : layout.columns;
   std::vector<float> dense(layout.rows * layout.columns);
   for (int64_t j = 0; j < layout.columns; ++j) {
     for (int64_t i = 0; i < layout.rows; ++i) {
-      const float value =
-          Read(base + (i + j * layout.leading) * size, TypeOf(layout.type));
+      const float value = Read(base + (i + j * layout.leading) * size, type);
       dense[transpose ? j * columns + i : i * columns + j] =
           is_tf32 ? RoundToTf32(value) : value;
     }
