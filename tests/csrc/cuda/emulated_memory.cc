@@ -54,7 +54,7 @@ std::shared_ptr<MemoryFile> MemoryFile::Make(int gpu, int64_t size_bytes) {
   if (!file->descriptor || ftruncate(file->descriptor.get(), size_bytes) != 0) {
     throw std::runtime_error("the emulated driver cannot make a memory file");
   }
-  const std::string filling(1 << 16, '\xFF');
+  static const std::string filling(1 << 16, '\xFF');
   for (int64_t done = 0; done < std::min(size_bytes, kFilledBytes);) {
     const int64_t part = std::min<int64_t>(size_bytes - done, filling.size());
     if (pwrite(file->descriptor.get(), filling.data(), part, done) != part) {

@@ -31,7 +31,7 @@ TEST(ProductsOfAllLayoutsAreExact) {
                     .repeats_b = (bits & 4) != 0,
                     .has_bias = (bits & 8) != 0,
                     .beta = (bits & 16) != 0 ? 1.0f : 0.0f,
-                    .workspace_bytes = 1 << 20},
+                    .workspace_bytes = 64 << 10},
                    ++seed);
       }
     }
@@ -68,7 +68,7 @@ TEST(AlgorithmsFitTheWorkspaceAndUseIt) {
   EmulatedMachine machine;
   const Gpu gpu;
   for (const auto& [bytes, wanted] :
-       std::vector<std::pair<uint64_t, int>>{{0, 1}, {1 << 20, 2}, {4 << 20, 3}}) {
+       std::vector<std::pair<uint64_t, int>>{{0, 1}, {64 << 10, 2}, {256 << 10, 3}}) {
     Product product({.workspace_bytes = bytes});
     CHECK(Is(product.Find(), Status::kSuccess));
     CHECK_EQ(product.num_found, wanted);
