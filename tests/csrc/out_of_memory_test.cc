@@ -176,7 +176,7 @@ std::string RunLocalCalls(Member& member,
         num_left = -1;
         throw std::runtime_error("[a rank's call has not ended]");
       }
-      std::this_thread::yield();
+      SleepBriefly();
     }
     if (text.empty()) text = outcome.Wait();
   }
@@ -191,7 +191,7 @@ void CheckProcesses(Op op, Method method) {
     for (bool is_reached = true; is_reached; first += kCaseStep) {
       Bulletin bulletin;
       Processes processes(2, [&](int process) {
-        Member member(process, bulletin, {0, 1, 1});
+        Member member(process, bulletin, {0, 1, 1}, kLongS, /*buffer_bytes=*/1 << 14);
         CallSite site(at);
         Arrays arrays(1);
         const std::vector<RankCall> calls = MakeCalls(at, {}, arrays);

@@ -24,6 +24,12 @@
 
 namespace jax_ub {
 
+// Sleeps between two polls of what another thread or process does, which may need the
+// core.
+inline void SleepBriefly() {
+  std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
 // Shared memory of the processes of a test, with their addresses and a word to wait
 // for.
 class Bulletin {
@@ -50,7 +56,7 @@ class Bulletin {
   std::map<int, PeerAddress> Read(int num_processes, int round = 1) {
     std::map<int, PeerAddress> addresses;
     for (int p = 0; p < num_processes; ++p) {
-      while (rendezvous_->entries[p].num_published < round) std::this_thread::yield();
+      while (rendezvous_->entries[p].num_published < round) SleepBriefly();
       addresses[p] = {rendezvous_->entries[p].address, rendezvous_->entries[p].token};
     }
     return addresses;
@@ -58,9 +64,7 @@ class Bulletin {
 
   std::atomic<int>& word() { return rendezvous_->word; }
   void WaitForWord(int value) {
-    while (rendezvous_->word < value) {
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
+    while (rendezvous_->word < value) SleepBriefly();
   }
 
  private:

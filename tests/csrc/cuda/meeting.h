@@ -46,7 +46,7 @@ class OfferBoard {
   std::map<int, Capabilities> Read(int num_processes, int round) {
     std::map<int, Capabilities> capabilities_of;
     for (int p = 0; p < num_processes; ++p) {
-      while (entries_[p].num_published < round) std::this_thread::yield();
+      while (entries_[p].num_published < round) SleepBriefly();
       std::istringstream text(entries_[p].text);
       for (std::string line; std::getline(text, line);) {
         const size_t end = line.find('=');
