@@ -10,12 +10,15 @@ NVIDIA's library.
 """
 
 import importlib
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 # Importing `jax.extend` adds a config option to JAX, after which JAX traces all
-# programs again. The import here, before any program is traced, avoids that.
-import jax.extend  # noqa: F401
+# programs again. The import here, before any program is traced, avoids that. Of the
+# commands of `python -m jax_ub`, `__main__` imports it for those that need JAX.
+if not (sys.argv[:1] == ["-m"] and "jax_ub" in sys.orig_argv):
+    import jax.extend  # noqa: F401
 
 if TYPE_CHECKING:
     from jax_ub import errors, flax, fp8, ops, overlap_config

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError, nearest, shown
-from jax_ub._src.runtime.tuned_file import version_of
+from jax_ub._src.output import version_of
 
 _NAME = "python -m jax_ub"
 # Maps each command to the summary that --help shows. The module of a command defines
@@ -114,6 +114,8 @@ def _parse(arguments):
 
 def _module_of(name):
     """Imports the module of a command: tools/NAME.py or tools/NAME/command.py."""
+    if name != "launch":
+        importlib.import_module("jax.extend")  # before any program is traced
     module = importlib.import_module(f"jax_ub._src.tools.{name}")
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{module.__name__}.command")

@@ -16,7 +16,7 @@ SRC = PACKAGE / "_src"
 # ones. Layers of one row do not import each other.
 LAYERS = [
     {"_cpu", "_cuda"},
-    {"errors", "dtypes"},
+    {"errors", "dtypes", "scalars"},
     {"output", "checks", "parallel"},
     {"arguments"},
     {"methods"},

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.runtime.tuned_file import version_of
+from jax_ub._src.output import version_of
 from jax_ub._src.tools import doctor
 
 _MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
@@ -107,6 +107,15 @@ def test_only_the_selected_command_is_imported():
     assert "'launch'" in done.stdout
     assert not any(f"'{name}'" in done.stdout for name in ("bench", "trace", "tune"))
     assert "the following arguments are required: script.py" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_without_jax():
+    program = [sys.executable, "-X", "importtime", "-m", "jax_ub", "launch", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "jax_ub._src.tools.launch.job" in imported
+    assert "jax" not in imported
 
 
 @pytest.mark.parametrize("name", __main__._COMMANDS)

@@ -4,7 +4,6 @@ Of arrays and avals the checks read `shape` and `dtype` only. Each check raises
 `ShapeContractError`, or `UnknownNameError` for a flag, with the op, value and fix.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,18 +21,9 @@ from jax_ub._src.errors import (
     UnsupportedOverlapError,
     shown,
 )
+from jax_ub._src.scalars import LARGEST_SIZE, is_number, is_size
 
 _F64 = np.dtype(np.float64)
-# The largest array dimension that is accepted, far more than any memory holds. A
-# product of this size and a few small factors still fits into 64 bits.
-_LARGEST_SIZE = 1 << 40
-
-
-def is_integer(value) -> bool:
-    """Returns whether a value is an integer of at most 64 bits, and not a bool."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        return False
-    return -(1 << 63) <= int(value) < 1 << 63
 
 
 def is_hashable(value) -> bool:
@@ -48,17 +38,6 @@ def is_hashable(value) -> bool:
 def has_symbolic_sizes(array) -> bool:
     """Returns whether an array or aval has symbolic dimensions of `jax.export`."""
     return any(is_symbolic_dim(size) for size in array.shape)
-
-
-def is_number(value) -> bool:
-    """Returns whether a value is a finite Python or NumPy number, and not a bool."""
-    is_bool = isinstance(value, bool)
-    if is_bool or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer outside the range of floats
-        return False
 
 
 def is_array(value) -> bool:
@@ -89,11 +68,6 @@ def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
             "function of (key, shape, dtype), as in jax.nn.initializers."
         )
-
-
-def is_size(value) -> bool:
-    """Returns whether a value is a valid dimension size: an integer in [1, 2**40]."""
-    return is_integer(value) and 1 <= value <= _LARGEST_SIZE
 
 
 def option_check(
@@ -131,7 +105,7 @@ check_key = option_check(
 check_size = option_check(
     is_size,
     "a positive integer",
-    f"Pass the global size, which is at most {_LARGEST_SIZE}.",
+    f"Pass the global size, which is at most {LARGEST_SIZE}.",
 )
 # Checks the epsilon of a norm. JAX rejects integers of 2**31 or more.
 check_epsilon = option_check(

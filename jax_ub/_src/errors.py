@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-import jax
-
 # Maps each documentation page to a pattern of error messages. `page_of` uses the first
 # pattern that matches. The messages of an op begin with its name, whatever their topic,
 # so the pages about topics come before the pages about ops.
@@ -221,6 +219,8 @@ def raised() -> Iterator[None]:
         TimeoutError: if ranks were missing when the deadline passed.
         CommunicatorError: if the ranks' communication failed in another way.
     """
+    import jax  # here, since the launcher starts faster without it
+
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:

@@ -4,6 +4,7 @@ If a file cannot be written, the error is one line.
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -18,6 +19,14 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3))
 # Values that round to at least 1 in a unit, as "1.0" or "1.00", are printed in this
 # unit: "1.0 MiB", not "1024.0 KiB".
 _LEAST_BYTES, _LEAST = 1 - 0.05 / 1024, 0.9995
+
+
+def version_of(package: str) -> str:
+    """Returns the version of a package; "of a source tree" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"
 
 
 def format_table(

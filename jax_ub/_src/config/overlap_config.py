@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jax_ub._src.checks import is_integer
 from jax_ub._src.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -16,6 +15,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
+from jax_ub._src.scalars import is_integer
 
 # Largest `num_sm`, the number of thread blocks that send. Transformer Engine has the
 # same limit, because its collectives have flags for 32 thread blocks.

@@ -27,6 +27,7 @@ from jax_ub._src.flax.options import (
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.primitives import vma
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.sharding.layout import PickledMeshes, ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
@@ -251,7 +252,7 @@ class Linear(TensorParallel):
     def _num_in(self, ndim):
         """Returns how many of the `ndim` dimensions of the inputs are contracted."""
         given = as_sizes(self.axis)
-        if not given or not all(map(checks.is_integer, given)):
+        if not given or not all(map(is_integer, given)):
             raise ShapeContractError(
                 f"{self.sharding_layout.op}: axis = {shown(self.axis)} is not an "
                 "integer or a tuple of them. Pass the contracted dimensions, for "

@@ -22,6 +22,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
+from jax_ub._src.scalars import is_number, is_size
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 
@@ -302,7 +303,7 @@ def as_sizes(features: int | Sequence[int]) -> tuple[int, ...]:
 def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
     """Converts an integer or a sequence of sizes to a tuple, after checking them."""
     sizes = as_sizes(features)
-    if not sizes or not all(map(checks.is_size, sizes)):
+    if not sizes or not all(map(is_size, sizes)):
         raise ShapeContractError(
             f"{op}: {name} = {shown(features)} is not a positive integer or a tuple of "
             "them. Pass the global size, or one size for each dimension."
@@ -342,7 +343,7 @@ def check_attention_sizes(
 def check_rotary_base(op: str, rotary_base: float | None) -> None:
     if rotary_base is None:
         return
-    if not checks.is_number(rotary_base) or not rotary_base > 0:
+    if not is_number(rotary_base) or not rotary_base > 0:
         raise ShapeContractError(
             f"{op}: rotary_base = {shown(rotary_base)} is not a positive number. Pass "
             "one, for example 10000.0, or None for no rotary embeddings."

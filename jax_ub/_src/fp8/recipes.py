@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_ub._src.arguments import KeywordsChecked
-from jax_ub._src.checks import check_flag, is_integer, is_number
+from jax_ub._src.checks import check_flag
 from jax_ub._src.errors import (
     ConfigurationError,
     UnknownNameError,
@@ -19,6 +19,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.scalars import is_integer, is_number
 
 INPUT, KERNEL, OUTPUT_GRAD = ROLES = ("input", "kernel", "output_grad")
 # Upper bound of the inverse of an FP8 scale. It keeps scales at or above 2^-126, the

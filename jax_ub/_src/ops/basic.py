@@ -22,6 +22,7 @@ from jax_ub._src.rules.backward import is_partial
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import row_sum
+from jax_ub._src.scalars import is_integer, is_number
 from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled, source_of
 
 
@@ -109,7 +110,7 @@ class ConstantScale(BasicOperation):
     scale: float
 
     def __post_init__(self):
-        if not checks.is_number(self.scale):
+        if not is_number(self.scale):
             raise ShapeContractError(
                 f"{self.label}: scale = {shown(self.scale)} is not a finite number "
                 "that is known when the program is traced. Pass a Python number, for "
@@ -229,7 +230,7 @@ class Reshape(BasicOperation):
     def __post_init__(self):
         shape = self.shape
         is_list = isinstance(shape, tuple | list)
-        if not is_list or not all(checks.is_integer(n) and n >= -1 for n in shape):
+        if not is_list or not all(is_integer(n) and n >= -1 for n in shape):
             raise ShapeContractError(
                 f"{self.label}: shape = {shown(shape)} is not a tuple of sizes. Pass "
                 "one, for example (-1, 128)."

@@ -14,6 +14,7 @@ from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
 from jax_ub._src.reference import with_rank
+from jax_ub._src.scalars import is_integer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -258,7 +259,7 @@ class GatedActivation(Activation):
     def __post_init__(self):
         super().__post_init__()
         size = self.glu_interleave_size
-        if size is not None and (not checks.is_integer(size) or size < 1):
+        if size is not None and (not is_integer(size) or size < 1):
             raise ShapeContractError(
                 f"{self.label}: glu_interleave_size = {shown(size)} is not a positive "
                 "integer. Pass the number of features of a block, or None for "

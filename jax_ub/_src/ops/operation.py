@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import arguments, checks, dtypes, methods
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 Params = Mapping[str, jax.Array]
@@ -295,7 +296,7 @@ class BasicOperation(Operation):
 
     def _with_channel(self, kind, index, name, channel):
         field, number = f"extra_{kind}_channels", getattr(self, f"num_extra_{kind}s")
-        if not checks.is_integer(index) or not 0 <= index < number:
+        if not is_integer(index) or not 0 <= index < number:
             other = {"input": "AddExtraInput", "output": "MakeExtraOutput"}[kind]
             fix = "Pass one of these indices." if number else f"{other} has one."
             raise ShapeContractError(

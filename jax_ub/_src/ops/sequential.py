@@ -17,6 +17,7 @@ from jax_ub._src.ops.operation import (
     check_operation,
     read_operations,
 )
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.scaled_array import is_scaled
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _check_index = checks.option_check(
-    checks.is_integer, "an integer", "Pass the index of an operation."
+    is_integer, "an integer", "Pass the index of an operation."
 )
 
 

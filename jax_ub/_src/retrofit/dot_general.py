@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import arguments, dtypes, lowering_log
-from jax_ub._src.checks import check_array, has_symbolic_sizes, is_integer
+from jax_ub._src.checks import check_array, has_symbolic_sizes
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -23,6 +23,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.parallel import COLUMN
 from jax_ub._src.retrofit.selection import DOT_GENERAL, Product, why_intercepted
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.sharding.layout import (
     ShardingLayout,
     parallel_of_spec,

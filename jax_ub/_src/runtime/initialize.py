@@ -17,13 +17,13 @@ from jax_ub._src import methods
 from jax_ub._src.checks import axis_tuple, check_axis_name
 from jax_ub._src.config.overlap_config import UserBufferQuantizationMode
 from jax_ub._src.errors import ConfigurationError, LifecycleError, shown
+from jax_ub._src.output import version_of
 from jax_ub._src.runtime import (
     communicators,
     connection_attempt,
     cpu_engine,
     registry,
     settings,
-    tuned_file,
 )
 from jax_ub._src.runtime.bootstrap import (
     check_backend,
@@ -278,7 +278,7 @@ def _agreed_settings(backend: str | None, axis: InitializedAxis) -> dict[str, st
     return {
         "axis_name": shown(axis.axis_name),
         "bootstrap_backend": backend or "jax",
-        "the version of jax_ub": tuned_file.version_of("jax_ub"),
+        "the version of jax_ub": version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "the engine of jax_ub": cpu_engine.why_not() or "built",
         "JAX_UB_METHOD": str(settings.method()),

@@ -27,6 +27,7 @@ from jax_ub._src.runtime.registry import (
     InitializedAxis,
     Overlap,
 )
+from jax_ub._src.scalars import is_integer
 
 # Maximum of T * H, the number of elements in the argument `shape`, such that the size
 # of all ranks' buffers in bytes fits into 64 bits.
@@ -68,7 +69,7 @@ def read_size(name: str, value: Any) -> int:
         raise ConfigurationTypeError(f"{found} not an integer. Pass 1 or more.")
     if value < 1:
         raise ConfigurationError(f"{found} not positive. Pass 1 or more.")
-    if not checks.is_integer(value):
+    if not is_integer(value):
         raise ConfigurationError(f"{found} too large. Pass less than 2**63.")
     return int(value)
 

@@ -8,7 +8,6 @@ process uses the tuning of its devices.
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -26,7 +25,7 @@ from jax_ub._src.methods import (
     PallasTiles,
     Variant,
 )
-from jax_ub._src.output import write_json, writing
+from jax_ub._src.output import version_of, write_json, writing
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 
 # Version of the file format. Must be incremented when a key changes its meaning.
@@ -221,14 +220,6 @@ def environment() -> Environment:
             isa = cpu_engine.load().isa()
         name = f"{device.device_kind} {isa}, {len(hosts.cores())} cores"
     return Environment(name, tuple(sorted(versions.items())))
-
-
-def version_of(package: str) -> str:
-    """Returns the version of a package; "of a source tree" if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source tree"
 
 
 def _read_environment(tuning):

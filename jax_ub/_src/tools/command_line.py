@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_ub._src.checks import is_size
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -34,6 +33,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import Method
 from jax_ub._src.output import checked_output, write_json
 from jax_ub._src.runtime import settings
+from jax_ub._src.scalars import is_size
 
 STDOUT = pathlib.Path("-")  # value of --json that prints the document
 STDERR = 2  # file descriptor, because sys.stderr may be an object without one

@@ -14,8 +14,13 @@ import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.methods import resolve
-from jax_ub._src.output import format_bytes, format_seconds, format_table
-from jax_ub._src.runtime import cpu_engine, settings, tuned_file
+from jax_ub._src.output import (
+    format_bytes,
+    format_seconds,
+    format_table,
+    version_of,
+)
+from jax_ub._src.runtime import cpu_engine, settings
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.command_line import load_extra
@@ -168,7 +173,7 @@ def environment() -> dict[str, Any]:
     cpu = cpu_engine.load()
     cpu_engine.configure()
     now = datetime.datetime.now(datetime.UTC)
-    packages = {name: tuned_file.version_of(name) for name in _PACKAGES}
+    packages = {name: version_of(name) for name in _PACKAGES}
     return {
         "date": now.isoformat(timespec="seconds"),
         "commit": _commit(),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ub._src import checks, lowering_log
+from jax_ub._src import lowering_log
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -23,6 +23,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.lowering_log import LoweredCall
 from jax_ub._src.output import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
+from jax_ub._src.scalars import is_integer, is_number
 from jax_ub._src.tools.explain.hlo import Collective
 from jax_ub._src.tools.trace import traces
 from jax_ub._src.tools.trace.traces import Recording, Trace
@@ -285,10 +286,10 @@ def _checked_rate(key, value) -> str | int | float:
     if key == "name":
         kind, is_valid = "a string", isinstance(value, str)
     elif key.endswith("processors"):
-        kind, is_valid = "an integer", checks.is_integer(value) and value >= 0
+        kind, is_valid = "an integer", is_integer(value) and value >= 0
     else:
         kind = "a positive rate" if is_rate else "a time"
-        is_valid = checks.is_number(value) and (value > 0 if is_rate else value >= 0)
+        is_valid = is_number(value) and (value > 0 if is_rate else value >= 0)
     if not is_valid:
         raise ConfigurationError(
             f"explain: hardware has {key} = {shown(value)}, which is not {kind}."

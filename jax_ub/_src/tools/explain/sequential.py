@@ -22,6 +22,7 @@ from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_conf
 from jax_ub._src.rules.forward import BY_ALL_TO_ALL
 from jax_ub._src.runtime import registry
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.explain.report import Row, Table, Waits
 
@@ -71,7 +72,7 @@ _REJECTED = (
     "sequence_parallel=True"
 )
 _check_count = checks.option_check(
-    lambda value: value is None or (checks.is_integer(value) and value > 0),
+    lambda value: value is None or (is_integer(value) and value > 0),
     "a positive integer",
     "Pass one, or leave it out.",
 )

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 
-from jax_ub._src import checks
 from jax_ub._src.errors import (
     InputError,
     ShapeContractError,
@@ -30,6 +29,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.output import checked_output, write_json
 from jax_ub._src.runtime import backend, cpu_engine
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.tools.launch.parts import part_path
 
 _EVENTS_PER_THREAD = 1 << 16
@@ -260,7 +260,7 @@ def trace(
             "trace: another trace is being recorded, by ub.trace or by python -m "
             "jax_ub trace or explain. End it first, or run the script with python."
         )
-    if not checks.is_integer(events_per_thread) or not (
+    if not is_integer(events_per_thread) or not (
         1 <= events_per_thread <= _MAX_EVENTS_PER_THREAD
     ):
         raise ShapeContractError(
