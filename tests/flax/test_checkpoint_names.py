@@ -7,7 +7,7 @@ from flax import nnx
 from flax_models import assert_trees_close, mesh_of
 from jax.sharding import PartitionSpec as P
 from operands import normal
-from programs import calls, compiled_text, on_ranks, tp_mesh
+from programs import calls, on_ranks, tp_mesh
 from sequences import linear
 
 import jax_ub as ub
@@ -31,9 +31,8 @@ POLICIES = {
 }
 
 
-def gradient(policy):
-    """Returns the gradients of a layer with remat, and its parameters."""
-    graph, state = nnx.split(TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0)))
+def gradient(graph, policy):
+    """Returns a function that computes the gradients of a layer with remat."""
 
     def loss(state, x):
         def run(state, x):
@@ -41,19 +40,28 @@ def gradient(policy):
 
         return jnp.sum(jnp.sin(jax.checkpoint(run, policy=policy)(state, x)))
 
-    return jax.jit(jax.grad(loss, (0, 1))), state
+    return jax.jit(jax.grad(loss, (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Returns a layer's graph and parameters, x, and the gradients without remat."""
+    x = normal(0, X)
+    with jax.set_mesh(mesh_of(1, 4)):
+        graph, state = nnx.split(TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0)))
+        everything = gradient(graph, jax.checkpoint_policies.everything_saveable)
+        return graph, state, x, everything(state, x)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_remat_policy_selects_the_gemms_that_are_recomputed(name):
+def test_a_remat_policy_selects_the_gemms_that_are_recomputed(name, layer):
     policy, num_gathers, num_scatters = POLICIES[name]
-    x = normal(0, X)
+    graph, state, x, expected = layer
     with jax.set_mesh(mesh_of(1, 4)):
-        step, state = gradient(policy)
-        found = calls(compiled_text(step, state, x))
+        step = gradient(graph, policy).lower(state, x).compile()
+        found = calls(step.as_text())
         assert (found[AG], found[RS]) == (num_gathers, num_scatters)
-        everything, _ = gradient(jax.checkpoint_policies.everything_saveable)
-        assert_trees_close(step(state, x), everything(state, x), rtol=1e-4)
+        assert_trees_close(step(state, x), expected, rtol=1e-4)
 
 
 def names_in(function, *operands):
