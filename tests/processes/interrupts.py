@@ -150,6 +150,7 @@ def main():
     seed, stride = map(int, sys.argv[1:])
     jax.distributed.initialize()
     pair = Pair()
+    gc.freeze()  # collections need not traverse the objects of all modules
     for what, longest in (
         (pair.destroy_is_interrupted, 1 + stride // 100),
         (pair.initialize_is_interrupted, stride),
