@@ -128,25 +128,21 @@ def test_every_linear_layer_is_one_call_and_nothing_else_gathers(text):
     assert not {"all-gather", "reduce-scatter"} & set(collectives(program))
 
 
-def run_script(flags):
-    # The script sets these variables itself.
+def test_the_script_compares_with_xla_and_plots(tmp_path):
+    plot = tmp_path / "plot.png"
+    sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
+    flags = f"{sizes} --steps 40 --learning-rate 0.02 --plot {plot}"
+    # The script sets these variables itself, before it imports JAX.
     names = set(os.environ) - {"NPROC", "JAX_NUM_CPU_DEVICES"}
     environment = {name: os.environ[name] for name in names}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(ROOT / "examples/train_lm.py"), *flags.split()],
         capture_output=True,
         text=True,
         timeout=600,
         env=environment,
     )
-
-
-def test_the_script_compares_with_xla_and_plots(tmp_path):
-    plot = tmp_path / "plot.png"
-    sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
-    steps = f"--steps 40 --learning-rate 0.02 --plot {plot}"
-    done = run_script(f"{sizes} {steps}")
     assert done.returncode == 0, done.stderr
     assert "times as fast as xla" in done.stdout
     assert plot.stat().st_size > 10_000
@@ -156,13 +152,14 @@ def test_the_script_compares_with_xla_and_plots(tmp_path):
     np.testing.assert_allclose(ours, xla, rtol=float(jnp.finfo(jnp.bfloat16).eps) * 8)
 
 
-def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(tmp_path):
+def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(
+    tmp_path, run_train_lm
+):
     sizes = "--d-model 32 --d-ff 64 --layers 1 --heads 4 --seq-len 32 --dtype f32"
     flags = f"{sizes} --no-compare --checkpoint-dir {tmp_path} --checkpoint-every 3"
 
     def losses_of(name, more):
-        done = run_script(f"{flags} --plot {tmp_path / name}.png {more}")
-        assert done.returncode == 0, done.stderr
+        run_train_lm(f"{flags} --plot {tmp_path / name}.png {more}".split())
         numbers = json.loads((tmp_path / f"{name}.json").read_text())
         return numbers["runs"][0]["losses"]
 
@@ -221,11 +218,11 @@ def test_a_resumed_run_has_the_state_of_delayed_scaling(tmp_path, text):
     np.testing.assert_array_equal(rest, whole[RESUMED_AT:])
 
 
-def test_the_script_compares_fp8_recipes(tmp_path):
+def test_the_script_compares_fp8_recipes(tmp_path, run_train_lm):
     plot = tmp_path / "plot.png"
     sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
-    done = run_script(f"{sizes} --steps 12 --plot {plot} --fp8 delayed mxfp8")
-    assert done.returncode == 0, done.stderr
+    flags = f"{sizes} --steps 12 --plot {plot} --fp8 delayed mxfp8"
+    printed = run_train_lm(flags.split())
     runs = json.loads(plot.with_suffix(".json").read_text())["runs"]
     delayed, mxfp8, xla = runs
     assert [run["name"] for run in runs] == [
@@ -234,6 +231,6 @@ def test_the_script_compares_fp8_recipes(tmp_path):
         "xla",
     ]
     for run in (delayed, mxfp8):
-        assert f"{run['name']} is " in done.stdout
+        assert f"{run['name']} is " in printed
         np.testing.assert_allclose(run["losses"], xla["losses"], rtol=0.02)
         assert run["losses"] != xla["losses"]
