@@ -13,14 +13,12 @@ from jax_ub import __main__
 from jax_ub._src.output import version_of
 from jax_ub._src.tools import doctor
 
-_MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
-
 
 def run_with_closed_stdout(*arguments):
     """Returns the exit status and stderr of a command whose stdout has no reader."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", _MAIN, *arguments]
+    command = [sys.executable, "-m", "jax_ub", *arguments]
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     return ended.returncode, ended.stderr.decode()
@@ -48,7 +46,7 @@ def test_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     script.write_text("print('left in the buffer')")
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-c", _MAIN, "trace", "--json", "/dev/null", str(script)],
+            [sys.executable, "-m", "jax_ub", "trace", "--json", "/dev/null", script],
             stdout=full,
             stderr=subprocess.PIPE,
         )
@@ -62,7 +60,7 @@ def test_broken_pipe_of_a_script_is_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise BrokenPipeError('a socket')")
     ended = subprocess.run(
-        [sys.executable, "-c", _MAIN, "trace", str(script)],
+        [sys.executable, "-m", "jax_ub", "trace", str(script)],
         capture_output=True,
     )
     assert ended.returncode == 1
