@@ -259,15 +259,26 @@ WAYS = (
 )
 
 
+def seed_of(way, number):
+    """Returns the seed of the program with this number that is run in some way.
+
+    Without any jit, each operation of a program is compiled separately. The first
+    program is then number 14, with half as many operations as number 0.
+    """
+    if way is without_any_jit:
+        number = {0: 14, 14: 0}.get(number, number)
+    return number * len(WAYS) + WAYS.index(way)
+
+
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_is_plain_jax_to_the_bit(way):
-    way(WAYS.index(way))
+    way(seed_of(way, 0))
 
 
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-@pytest.mark.parametrize("seed", range(1, 25))
+@pytest.mark.parametrize("number", range(1, 25))
 @pytest.mark.parametrize("way", WAYS)
-def test_any_other_program_is_plain_jax_to_the_bit(way, seed):
-    way(seed * len(WAYS) + WAYS.index(way))
+def test_any_other_program_is_plain_jax_to_the_bit(way, number):
+    way(seed_of(way, number))
