@@ -67,6 +67,18 @@ def visible(array: jax.Array) -> list[tuple[tuple[slice, ...], np.ndarray]]:
     return [((), np.asarray(array))]
 
 
+def pairs_of_parts(a, b) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the shards of `a` in this process, each with the same part of `b`."""
+    both_sharded = isinstance(a, jax.Array) and isinstance(b, jax.Array)
+    # Shardings are equal in all processes, so that all of them take the same branch.
+    if both_sharded and a.sharding.is_equivalent_to(b.sharding, a.ndim):
+        both = [*zip(visible(a), visible(b), strict=True)]
+        assert all(i == j for (i, _), (j, _) in both)
+        return [(x, y) for (_, x), (_, y) in both]
+    b = whole(b)  # compiles a program if other processes have parts of it
+    return [(x, b[index]) for index, x in visible(a)]
+
+
 def whole(array: jax.Array) -> np.ndarray:
     """Returns a whole array, gathered from the other processes if necessary."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

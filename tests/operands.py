@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from covering import product
-from layouts import visible, whole
+from layouts import pairs_of_parts
 
 DTYPES = ("float32", "bfloat16", "float16")
 RANKS_AND_DTYPES = product(1, (1, 2, 3, 4, 8), DTYPES)
@@ -63,6 +63,5 @@ def assert_close(actual, expected, num_products: int) -> None:
 
 def _parts(actual, expected):
     assert actual.shape == expected.shape
-    expected = whole(expected)
-    for place, found in visible(actual):
-        yield np.asarray(found, np.float32), np.asarray(expected[place], np.float32)
+    for found, wanted in pairs_of_parts(actual, expected):
+        yield np.asarray(found, np.float32), np.asarray(wanted, np.float32)
