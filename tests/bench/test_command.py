@@ -156,7 +156,9 @@ def test_an_error_has_no_note_of_jax_about_a_traceback(monkeypatch, capsys):
     assert main(["bench", "--quick", *asked]) == 2
     error = capsys.readouterr().err.splitlines()
     assert 'JAX_UB_METHOD = "bulk" communicates during a GEMM' in error[0]
-    assert error[1:] == ["See docs/initialize_ub.md in the repository of jax_ub"]
+    assert error[1:] == [
+        "See docs/functions.md#environment-variables in the repository of jax_ub"
+    ]
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])

@@ -344,6 +344,7 @@ def test_a_layer_of_jax_ub_inside_a_linen_model_is_no_fallback(x):
     layer = nnx.bridge.to_linen(ub_nnx.Linear, x.shape[-1], 32, **options)
     net = nn.Sequential([layer, nn.Dense(24)])
     variables = net.init(jax.random.key(0), x)
+    ub.fallbacks(clear=True)
     with ub_linen.Overlap({"layers_[01]": "row"}) as overlap:
         table = ub.explain(lambda variables: net.apply(variables, x), variables)
     assert [row.scope for row in table.rows] == ["Sequential/layers_0", "layers_1"]
