@@ -220,7 +220,10 @@ def test_only_the_complete_document_is_printed(option, capsys):
         ["trace", "--json", "-", "--op", "all_gather_matmul", "--repeats", "1"],
         ["explain", "--json", "-"],
         ["tune", "--json", "--shapes", "32x48x80", "--rounds", "1", "--output"],
-        ["bench", "--json", "--quick", "--ops", "gemm", "--rounds", "1"],
+        pytest.param(
+            ["bench", "--json", "--quick", "--ops", "gemm", "--rounds", "1"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda arguments: arguments[0],
 )

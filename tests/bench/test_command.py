@@ -37,7 +37,14 @@ def test_the_help_gives_every_op_and_the_defaults(capsys, monkeypatch):
     assert [op for op in command.OPS if op not in text] == []
 
 
-@pytest.mark.parametrize("op", [op for op in command.OPS if op != "barrier"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        op if op == "all_gather_matmul" else pytest.param(op, marks=pytest.mark.slow)
+        for op in command.OPS
+        if op != "barrier"
+    ],
+)
 def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
 
     lowering_log.fallbacks(clear=True)
@@ -60,14 +67,8 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
         assert any(values), name
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param("fp8", marks=pytest.mark.slow),
-        "mxfp8",
-        *nightly("rowwise"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", *nightly("rowwise")])
 def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
     asked = ["--dtypes", dtype, "--shapes", "64x128x256", "--devices", "2"]
     ops = command.FP8_OPS if dtype == "fp8" else ["linear_pair"]

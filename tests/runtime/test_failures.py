@@ -20,7 +20,7 @@ METHODS = ("direct", "ring_exchange", "pipeline", "external")
 @contextlib.contextmanager
 def short_deadline():
     cpu_engine.configure()  # which would set the timeout at the first call
-    cpu_engine.load().set_timeout_s(1.0)
+    cpu_engine.load().set_timeout_s(0.3)
     try:
         yield
     finally:

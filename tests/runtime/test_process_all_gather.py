@@ -235,7 +235,8 @@ def test_the_error_of_a_round_is_raised_in_all_processes(failing):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_the_own_error_takes_precedence_over_missing_processes(process):
+def test_the_own_error_takes_precedence_over_missing_processes(process, monkeypatch):
+    monkeypatch.setattr(process_all_gather, "NOTIFY_S", 0.2)
     error = ub.errors.ConfigurationError("the own refusal")
 
     def run():
