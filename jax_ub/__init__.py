@@ -15,8 +15,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 # Importing `jax.extend` adds a config option to JAX, after which JAX traces all
-# programs again. The import here, before any program is traced, avoids that. Of the
-# commands of `python -m jax_ub`, `__main__` imports it for those that need JAX.
+# programs again. The import here, before any program is traced, avoids that.
+# `python -m jax_ub` imports this package while sys.argv[0] is "-m". `__main__` then
+# imports `jax.extend`, except for the launcher, which starts faster without JAX.
 if not (sys.argv[:1] == ["-m"] and "jax_ub" in sys.orig_argv):
     import jax.extend  # noqa: F401
 
