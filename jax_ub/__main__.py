@@ -142,7 +142,7 @@ def _report_unwritable(error):
 
 
 def _is_from_program(error):
-    """Returns whether an error comes from the user's script, as run by `explain`."""
+    """Returns whether an error comes from the script of `explain` or `trace`."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == "runpy" for frame, _ in frames)
 

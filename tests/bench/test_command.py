@@ -189,17 +189,8 @@ def test_an_interrupted_run_prints_and_leaves_its_results(
 
     monkeypatch.setattr(measure, "measure", interrupted)
     path = tmp_path / "found.json"
-    asked = [
-        "--ops",
-        "gemm",
-        "--devices",
-        "1",
-        "--dtypes",
-        "f32",
-        "--variants",
-        "nn,tn",
-    ]
-    assert main(["bench", "--quick", *asked, "--json", str(path)]) == 130
+    asked = "--quick --ops gemm --devices 1 --dtypes f32 --variants nn,tn --json"
+    assert main(["bench", *asked.split(), str(path)]) == 130
     assert len(json.loads(path.read_text())["results"]) == 1
     assert "| gemm nn |" in capsys.readouterr().out
 

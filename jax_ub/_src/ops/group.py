@@ -145,9 +145,9 @@ class OperationGroup:
             if name not in values:
                 # No forward pass of this group computes the residual: it is inside a
                 # fused operation, or the FP8 state of a kernel that the caller has
-                # quantized. So every trace has this placeholder, and no axis of
-                # jax.vmap. Where a residual is computed, its placeholder is derived
-                # from it below, and jax.vmap maps both over the same axes.
+                # quantized. So there is no value whose batch axes of jax.vmap the
+                # placeholder must have, as `residual_or_placeholder` requires of the
+                # placeholder for a computed residual.
                 return placeholder()
             value = values[name]
             # A quantized x already has this checkpoint name. With a second name, a
@@ -248,8 +248,9 @@ def _group_fwd(configuration, group, operands, saves):
         if "main_grad" not in params:
             check_sources(op.label, **params)
     values = jax.tree.map(lambda operand: operand.value, operands)
-    # The tree of the residuals must not depend on the requested gradients, so operands
-    # without a gradient have a placeholder instead of None.
+    # These types are residuals, too. Their tree must not depend on which gradients are
+    # requested (see `residual_or_placeholder`), so an operand without a gradient has a
+    # placeholder instead of None.
     avals = jax.tree.map(
         lambda operand: (
             cotangent_aval(operand.value) if operand.perturbed else placeholder()
