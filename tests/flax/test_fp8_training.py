@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.linen.fp8_ops import fp32_max_grad
 from flax.training.train_state import TrainState
 from flax_models import random_model, random_variables
 from operands import assert_equal, normal
@@ -132,6 +133,36 @@ def test_microbatches_carry_states_and_main_grads():
     for x in xs:
         carry = jax.jit(lambda carry, x: step(carry, x)[0])(carry, x)
     jax.tree.map(assert_equal, carry, (new, summed))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_microbatches_share_a_state_whose_sum_is_the_maximum(library):
+    xs = jnp.asarray([1.0, 8.0, 2.0])[:, None, None, None] * X
+    if library == "nnx":
+        graph, params, states, _ = net()
+
+        def apply(states, x):
+            return loss_of(graph, params, states)(x)
+    else:
+        layer = linen.Linear(128, parallel="column", fp8=RECIPE)
+        variables = random_variables(layer, X)
+        states = variables[COLLECTION]
+
+        def apply(states, x):
+            return jnp.sum(jnp.sin(layer.apply({**variables, COLLECTION: states}, x)))
+
+    def loss(states, dtype):
+        shared = jax.tree.map(lambda a: jax.lax.convert_element_type(a, dtype), states)
+        return jnp.sum(jax.lax.map(lambda x: apply(shared, x), xs))
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found = jax.tree.leaves(gradient(states, fp32_max_grad))
+    each = [jax.tree.leaves(jax.grad(apply)(states, x)) for x in xs]
+    for one, of_each in zip(found, zip(*each, strict=True), strict=True):
+        np.testing.assert_allclose(one, np.max(of_each, axis=0), rtol=1e-6)
+    text = r"linear\(parallel='column'\): jax.lax.scan closes over this FP8 state"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        gradient(states, jnp.float32)
 
 
 def test_clipping_and_weight_decay_leave_the_state_alone():

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.fp8_ops import fp32_max_grad
 
 import jax_ub as ub
 
@@ -177,6 +178,123 @@ def test_microbatches_carry_the_state():
     xs = jnp.array([1.0, 4.0, 2.0, 3.0])[:, None, None] * jnp.ones((4, 1, 2))
     state, _ = jax.lax.scan(lambda s, x: (run(s, x)[1], None), state, xs)
     assert sorted(state["input_amax_history"].tolist()) == [1, 2, 3, 4]
+
+
+def over_scan(loss, xs):
+    return jax.lax.scan(lambda total, x: (total + loss(x), None), 0.0, xs)[0]
+
+
+def over_map(loss, xs):
+    return jnp.sum(jax.lax.map(loss, xs))
+
+
+def over_fori_loop(loss, xs):
+    return jax.lax.fori_loop(0, len(xs), lambda i, total: total + loss(xs[i]), 0.0)
+
+
+def over_scan_of_jit(loss, xs):
+    return over_scan(lambda x: jax.jit(loss)(x), xs)
+
+
+LOOPS = [over_scan, over_map, over_fori_loop, over_scan_of_jit]
+ORDERS = [lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))]
+XS = jnp.array([1.0, 4.0, 2.0, 3.0])[:, None, None] * jnp.ones((4, 1, 2))
+
+
+def loss_of(loop, state, xs=XS):
+    """Returns the sum of `xs`, quantized with one state in a loop over microbatches."""
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+
+    def loss(x):
+        return jnp.sum(ub.quantize(x, recipe, state=state).dequantize(jnp.float32))
+
+    return loop(loss, xs)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("order", ORDERS, ids=["jit(grad)", "grad(jit)"])
+def test_a_loop_that_closes_over_a_state_is_rejected(loop, order):
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
+    text = (
+        "quantize: jax.lax.scan closes over this FP8 state, and jax would add .* Conv"
+    )
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        order(lambda state: loss_of(loop, state))(state)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_may_close_over_a_state_that_is_not_differentiated(loop):
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
+    assert jax.jit(lambda state: loss_of(loop, state))(state) == 20.0
+    frozen = lambda state: loss_of(loop, jax.lax.stop_gradient(state))  # noqa: E731
+    new = jax.jit(jax.grad(frozen))(state)
+    jax.tree.map(np.testing.assert_array_equal, FP8.apply_updates(state, new), state)
+
+
+def in_maximum(state):
+    """Converts a state to the dtype whose sum, of gradients too, is the maximum."""
+    return jax.tree.map(
+        lambda array: jax.lax.convert_element_type(array, fp32_max_grad), state
+    )
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("order", ORDERS, ids=["jit(grad)", "grad(jit)"])
+def test_microbatches_share_a_state_whose_sum_is_the_maximum(loop, order):
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
+    step = order(lambda state, xs: loss_of(loop, in_maximum(state), xs))
+    histories = ([4.0, 0.0], [8.0, 4.0], [2.0, 8.0])
+    for factor, history in zip((1.0, 2.0, 0.5), histories, strict=True):
+        new = FP8.apply_updates(state, step(state, factor * XS))
+        assert new["input_amax_history"].tolist() == history
+        largest = max(state["input_amax_history"].tolist())
+        assert new["input_scale"] == (scale_of(largest) if largest else 1.0)
+        assert new["kernel_scale"] == state["kernel_scale"]
+        state = new
+
+
+def test_a_state_that_some_microbatches_skip_has_the_maximum_of_the_others():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    state = FP8.init_state(recipe)
+
+    def loss(state, limit):
+        state = in_maximum(state)
+
+        def of_one(x):
+            return jax.lax.cond(
+                jnp.max(x) < limit,
+                lambda: jnp.sum(ub.quantize(x, recipe, state=state).dequantize()),
+                lambda: jnp.float32(0),
+            )
+
+        return over_scan(of_one, XS)
+
+    for limit, history in ((3.5, [3.0, 0.0]), (0.5, [0.0, 0.0])):
+        new = FP8.apply_updates(state, jax.jit(jax.grad(loss))(state, limit))
+        assert new["input_amax_history"].tolist() == history
+        assert new["input_scale"] == 1.0
+
+
+def test_one_entry_of_a_state_belongs_to_one_tensor():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+
+    def loss(state, convert, roles):
+        state = convert(state)
+        return sum(
+            jnp.sum(ub.quantize(x, recipe, role=role, state=state).dequantize())
+            for x, role in zip(XS[1:3], roles, strict=True)
+        )
+
+    state, same = FP8.init_state(recipe), ("input", "input")
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    new = gradient(state, lambda state: state, ("input", "kernel"))
+    assert new["input_amax_history"].tolist() == [4.0, 0.0]
+    assert new["kernel_amax_history"].tolist() == [2.0, 0.0]
+    new = gradient(state, in_maximum, same)
+    assert new["input_amax_history"].tolist() == [4.0, 0.0]
+    text = "quantize: this FP8 state went into another call already"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        gradient(state, lambda state: state, same)
 
 
 def test_vmap_must_map_the_state_of_a_quantized_array():

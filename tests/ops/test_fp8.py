@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering, nightly
+from flax.linen.fp8_ops import fp32_max_grad
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS, random_params
@@ -120,6 +121,38 @@ def test_the_gradient_of_a_state_is_its_new_value(fused):
     assert_equal(second["output_grad_amax_history"], jnp.full(2, jnp.max(jnp.abs(DY))))
     for name in ("input", "kernel", "output_grad"):
         assert float(second[f"{name}_scale"][0]) not in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_microbatches_share_a_state_whose_sum_is_the_maximum(fused):
+    seq = pair(DELAYED, fused)
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    arguments = (*ops.split_fp8_states(random_params(seq)), X)
+    specs = (*ops.split_fp8_states(seq.specs()), P("tp"))
+
+    def step(dtype):
+        def loss(states, weights, x):
+            states = jax.tree.map(
+                lambda a: jax.lax.convert_element_type(a, dtype), states
+            )
+            params = ops.merge_fp8_states(weights, states)
+            losses = jax.lax.map(
+                lambda factor: jnp.sum(seq(params, factor * x)),
+                jnp.asarray([1.0, 8.0, 2.0]),
+            )
+            return jnp.sum(losses)
+
+        def gradient(weights, states, x):
+            return jax.grad(loss)(states, weights, x)
+
+        return on_ranks(gradient, tp_mesh(2), specs, specs[1])(*arguments)
+
+    first, _, second = step(fp32_max_grad)
+    assert_equal(first["input_amax_history"][0], 8 * jnp.max(jnp.abs(X)))
+    assert_equal(second["output_grad_amax_history"], jnp.eye(2)[0])
+    text = "jax.lax.scan closes over this FP8 state"
+    with pytest.raises(ShapeContractError, match=text):
+        step(jnp.float32)
 
 
 def state_of(params):

@@ -187,6 +187,21 @@ def test_one_accumulator_in_two_calls_is_refused():
         jax.jit(jax.grad(loss))(main_grad)
 
 
+def test_an_accumulator_that_a_loop_closes_over_is_refused():
+    x, w, main_grad = operands()
+    xs = jnp.stack([x, 2 * x])
+
+    def loss(main_grad):
+        return jnp.sum(lax.map(lambda x: ub.linear(x, w, main_grad=main_grad), xs))
+
+    assert_equal(jax.jit(loss)(main_grad), 3 * jnp.sum(x @ w))
+    message = "linear: jax.lax.scan closes over this main_grad, .* carry the main_grad"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        jax.grad(loss)(main_grad)
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        jax.grad(jax.jit(loss))(main_grad)
+
+
 def test_one_accumulator_in_two_branches_is_right():
     x, w, main_grad = operands()
 
@@ -213,7 +228,7 @@ def test_one_accumulator_in_one_step_after_another_is_right():
 
 
 def test_claims_vanish_with_their_tracers():
-    from jax_ub._src.rules.operands import _USED
+    from jax_ub._src.primitives.claims import _USED
 
     x, w, main_grad = operands()
     jax.jit(jax.grad(lambda m: jnp.sum(ub.linear(x, w, main_grad=m))))(main_grad)

@@ -32,7 +32,7 @@ from jax_ub._src.fp8.recipes import (
     updated_history,
     updated_scale,
 )
-from jax_ub._src.fp8.state import check_state, names_of
+from jax_ub._src.fp8.state import check_state, claim_state, names_of
 from jax_ub._src.methods import MethodChoice
 from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import mesh, vma
@@ -108,6 +108,7 @@ def quantize(
     checks.check_float(_OP, x=x)
     checks.check_not_empty(_OP, "x", x)
     ranks = ranks_of(_OP, axis_name)
+    state = claim_state(_OP, state, (role,))
     state = check_state(_OP, recipe, state, argument="state")
     if isinstance(recipe, DelayedScaling):
         return _delayed_arrays(ranks, recipe, role, (x,), state)[0]

@@ -1,20 +1,25 @@
 """State of `DelayedScaling`: an amax history and a scale for each tensor."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ub._src.checks import check_array, is_array
 from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
 from jax_ub._src.fp8.recipes import (
+    KERNEL,
     OUTPUT_GRAD,
     ROLES,
     DelayedScaling,
     Recipe,
     check_recipe,
 )
+from jax_ub._src.primitives.claims import claim
+from jax_ub._src.scaled_array import is_scaled
 
 SCALE, HISTORY = "scale", "amax_history"
 # The keys of a layer's `DelayedScaling` state, such as "kernel_scale".
@@ -27,6 +32,12 @@ def names_of(role: str) -> tuple[str, str]:
 
 
 OUTPUT_GRAD_STATE = names_of(OUTPUT_GRAD)
+
+# The dtype for states that several calls share, as errors name it.
+_MAXIMUM = (
+    "the dtype whose sum is the maximum, jax.lax.convert_element_type(array, "
+    "flax.linen.fp8_ops.fp32_max_grad),"
+)
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:
@@ -57,6 +68,82 @@ def init_state(recipe: Recipe) -> dict[str, jax.Array]:
         state[f"{role}_{SCALE}"] = jnp.ones(1, jnp.float32)
         state[f"{role}_{HISTORY}"] = jnp.zeros(recipe.amax_history_len, jnp.float32)
     return state
+
+
+def claim_state(op: str, state: Any, roles: Sequence[str] = ROLES) -> Any:
+    """Returns an FP8 state for use by one call, in f32.
+
+    The cotangents of the scales and histories of `roles` are their new values, which
+    JAX would add if several calls had the same state. It takes the maximum of those of
+    dtype `flax.linen.fp8_ops.fp32_max_grad`, so that calls may share such a state.
+
+    `state` may be a tuple of states. Other values are returned as they are, and
+    `check_state` rejects them.
+
+    Raises:
+        ShapeContractError: when JAX differentiates the call with respect to a state
+            that another call has used in this trace, or over which the `jax.lax.scan`
+            of the call closes.
+    """
+    if isinstance(state, tuple):
+        return tuple(claim_state(op, one, roles) for one in state)
+    if not isinstance(state, Mapping):
+        return state
+    names = {name for role in roles for name in names_of(role)}
+    return {
+        key: _claimed(op, array) if key in names else _in_f32(array)
+        for key, array in state.items()
+    }
+
+
+def claim_layer_state(
+    op: str, state: Any, ws: Sequence[Any], roles: Sequence[str] = ROLES
+) -> Any:
+    """Returns a layer's FP8 state for use by one call, in f32; see `claim_state`.
+
+    Kernels that are FP8 already do not use their part of the state.
+    """
+    if all(map(is_scaled, ws)):
+        roles = tuple(role for role in roles if role != KERNEL)
+    return claim_state(op, state, roles)
+
+
+def _claimed(op, array):
+    if has_maximum_as_sum(array):
+        return _in_f32(array)
+    return claim(
+        array,
+        f"{op}: this FP8 state went into another call already, and jax would add the "
+        "two new states. Give every call a state of its own, or convert the state to "
+        f"{_MAXIMUM} in front of both calls. Pass jax.lax.stop_gradient(state) to a "
+        "call that does not update it, such as an evaluation.",
+        f"{op}: jax.lax.scan closes over this FP8 state, and jax would add the new "
+        f"states of all iterations. Convert the state to {_MAXIMUM} in front of the "
+        "loop, or differentiate inside the loop and carry the state.",
+    )
+
+
+def has_maximum_as_sum(array: Any) -> bool:
+    """Returns whether an array has the dtype `flax.linen.fp8_ops.fp32_max_grad`."""
+    # The dtype is recognized by its attribute, because Flax is an optional dependency.
+    dtype = getattr(array, "dtype", None)
+    return getattr(dtype, "float_dtype", None) == jnp.float32
+
+
+def _in_f32(array):
+    return _converted(array.dtype, array) if has_maximum_as_sum(array) else array
+
+
+# JAX cannot differentiate a conversion from Flax's dtype.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _converted(dtype, array):
+    return lax.convert_element_type(array, jnp.float32)
+
+
+_converted.defvjp(
+    lambda dtype, array: (_converted(dtype, array), None),
+    lambda dtype, _, cotangent: (lax.convert_element_type(cotangent, dtype),),
+)
 
 
 def check_state(

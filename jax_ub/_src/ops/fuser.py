@@ -406,8 +406,10 @@ class OperationFuser(arguments.KeywordsChecked):
         checks.check_flag("OperationFuser", "deterministic", deterministic)
         keys = self._keys(key, deterministic)
         self._check_extra_inputs(extra_inputs)
-        for op, own in zip(self.basic_ops, own_params, strict=True):
-            op.claim(own)
+        own_params = [
+            dict(op.claim(own))
+            for op, own in zip(self.basic_ops, own_params, strict=True)
+        ]
         for i, own_key in keys.items():
             own_params[i]["key"] = own_key
         for linear, quantize, role in self._passed_states:

@@ -15,7 +15,7 @@ from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
-from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, init_state
+from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, claim_layer_state, init_state
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.group import cotangent_aval
@@ -43,7 +43,6 @@ from jax_ub._src.rules.call_config import (
 from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operands import (
     as_row,
-    claim_fp8_state,
     claim_main_grads,
     pcast_main_grad,
 )
@@ -186,9 +185,12 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return isinstance(self.fp8, DelayedScaling)
 
     def claim(self, params):
+        kernels = (params["kernel"],)
+        claimed = claim_layer_state(self.label, state_in(params), kernels)
         if self.accumulate_into_main_grad:
-            claim_main_grads(self.label, (params["main_grad"],), (params["kernel"],))
-        claim_fp8_state(self.label, state_in(params))
+            main_grads = claim_main_grads(self.label, (params["main_grad"],), kernels)
+            claimed["main_grad"] = main_grads[0]
+        return {**params, **claimed}
 
     def saved(self, needs):
         names = {"kernel", "x_aval"} if needs.x else set()

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import arguments, checks, dtypes, methods
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.scalars import is_integer
 from jax_ub._src.scaled_array import is_scaled, source_of
 
@@ -205,11 +206,15 @@ class BasicOperation(Operation):
         check_params(self.label, params, takes_quantized=self.takes_quantized)
         return (params,)
 
-    def claim(self, params: Params) -> None:
-        """Raises an error if another call used a "main_grad" or FP8 state in `params`.
+    def claim(self, params: Params) -> Params:
+        """Returns the parameters for use by one call.
 
         The fuser calls it outside the differentiated function.
+
+        Raises:
+            ShapeContractError: if another call used a "main_grad" or FP8 state.
         """
+        return params
 
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
         """Returns the names of the residuals that the backward will read.
@@ -394,6 +399,8 @@ def check_params(label: str, params: Any, *, takes_quantized: bool) -> None:
                 f"{label}: params has the key {shown(name)}, which is not the name of "
                 "a parameter. Pass what init(key) returns."
             )
+        if name in fp8_state.NAMES and fp8_state.has_maximum_as_sum(array):
+            continue
         if not is_scaled(array):
             checks.check_array(label, name, array)
         elif name != "kernel" or not takes_quantized:

@@ -18,14 +18,13 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     check_layer_recipe,
 )
-from jax_ub._src.fp8.state import NAMES, init_state, names_of
+from jax_ub._src.fp8.state import NAMES, claim_state, init_state, names_of
 from jax_ub._src.ops.basic import AllGather, Bias, ReduceScatter
 from jax_ub._src.ops.fused_operation import Op, expand, windows
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import state_in
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import mesh
-from jax_ub._src.rules.operands import claim_fp8_state
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 _ROLES = (INPUT, OUTPUT_GRAD)  # of an activation and its gradient
@@ -117,7 +116,7 @@ class Quantize(BasicOperation):
         return new
 
     def claim(self, params):
-        claim_fp8_state(self.label, state_in(params))
+        return {**params, **claim_state(self.label, state_in(params))}
 
     def saved(self, needs):
         return needs.params | frozenset(self._state_names(OUTPUT_GRAD))

@@ -25,7 +25,6 @@ from jax_ub._src.rules.operands import (
     as_row,
     as_tuple,
     check_operands,
-    claim_fp8_state,
     claim_main_grads,
     pcast_main_grad,
     pcast_operands,
@@ -453,8 +452,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
-    claim_main_grads(label, main_grads, ws)
-    claim_fp8_state(label, fp8_state)
+    main_grads = main_grads and claim_main_grads(label, main_grads, ws)
     config, layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
     config = with_dtypes(config, x, ws, dtype)
     sharding = result_sharding(config, x, ws[0])

@@ -6,28 +6,22 @@ gradient.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ub._src import checks as shapes
 from jax_ub._src import dtypes
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.claims import claim
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled, values_of
-
-# The gradient accumulators ("main_grad") and FP8 states that calls have used. The key
-# is the id of a tracer; the value is a weak reference to the tracer, and the trace that
-# uses it. The entry of a tracer is removed when the tracer is freed.
-_USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def as_tuple(
@@ -289,47 +283,30 @@ def pcast_operands(tree: Any, axes: Any) -> Any:
 
 
 def claim_main_grads(
-    op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array | ScaledArray]
-) -> None:
-    """Raises an error if a gradient accumulator does not fit its kernel, or is reused.
+    op: str, main_grads: Sequence[Any], ws: Sequence[jax.Array | ScaledArray]
+) -> tuple[jax.Array, ...]:
+    """Returns the gradient accumulators for use by one call.
 
-    Each call in a JAX trace needs a separate main_grad.
+    Raises:
+        ShapeContractError: if an accumulator does not fit its kernel, or when JAX
+            differentiates the call with respect to one that another call has used in
+            this trace, or over which the `jax.lax.scan` of the call closes.
     """
-    for main_grad, w in zip(main_grads or (), ws, strict=False):
+    claimed = []
+    for main_grad, w in zip(main_grads, ws, strict=True):
         shapes.check_main_grad(op, main_grad, w)
-        if _is_used(main_grad):
-            raise ShapeContractError(
+        claimed.append(
+            claim(
+                main_grad,
                 f"{op}: this main_grad went into another call already, and jax would "
                 "add the two accumulated values. Give every call a main_grad of its "
-                "own, or carry one through jax.lax.scan."
+                "own.",
+                f"{op}: jax.lax.scan closes over this main_grad, and jax would add the "
+                "accumulated values of all iterations. Differentiate inside the loop, "
+                "and carry the main_grad.",
             )
-
-
-def claim_fp8_state(op: str, state: Any) -> None:
-    """Raises an error if another call has used this FP8 state in the same JAX trace.
-
-    `state` may be a tuple of states. What is no state is ignored: `check_state` rejects
-    it with an error, whereas JAX fails to flatten a deep tree.
-    """
-    states = state if isinstance(state, tuple) else (state,)
-    arrays = [a for one in states if isinstance(one, Mapping) for a in one.values()]
-    if any([_is_used(array) for array in arrays]):
-        raise ShapeContractError(
-            f"{op}: this FP8 state went into another call already, and jax would add "
-            "the two new states. Give every call a state of its own, or carry one "
-            "through jax.lax.scan. Pass jax.lax.stop_gradient(state) to a call that "
-            "does not update it, such as an evaluation."
         )
-
-
-def _is_used(array):
-    """Returns whether a call in this trace has used an array, and marks it as used."""
-    if not isinstance(array, jax.core.Tracer):
-        return False
-    key, here = id(array), get_opaque_trace_state(convention="flax")
-    known = _USED.get(key)
-    _USED[key] = (weakref.ref(array, lambda _: _USED.pop(key, None)), here)
-    return known is not None and known[0]() is array and known[1] == here
+    return tuple(claimed)
 
 
 def pcast_main_grad(op: str, main_grad: jax.Array, axes) -> jax.Array:

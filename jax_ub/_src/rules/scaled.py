@@ -29,7 +29,11 @@ from jax_ub._src.fp8.recipes import (
     check_layer_recipe,
     has_one_scale,
 )
-from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
+from jax_ub._src.fp8.state import (
+    OUTPUT_GRAD_STATE,
+    check_state,
+    claim_layer_state,
+)
 from jax_ub._src.parallel import COLUMN
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
@@ -212,6 +216,7 @@ def quantized(
                 "quantizes it. Leave out fp8, or pass the array that was quantized."
             )
         shapes.check_float(label, **{name: operand})
+    state = claim_layer_state(label, state, ws, roles)
     state = check_state(label, recipe, state, roles, argument="fp8_state")
     x, ws = quantize_layer(
         config.collective,

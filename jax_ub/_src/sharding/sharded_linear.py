@@ -24,10 +24,11 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.fp8.state import claim_layer_state
 from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules.linear import parallel_linear
-from jax_ub._src.rules.operands import as_row, claim_fp8_state, claim_main_grads
+from jax_ub._src.rules.operands import as_row, claim_main_grads
 from jax_ub._src.runtime import registry
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
 from jax_ub._src.sharding.layout import ShardingLayout
@@ -91,11 +92,11 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
         # The check whether two calls accumulate into the same main_grad is made here,
         # because `shard_map` and reshapes pass new arrays to the ops.
-        claim_main_grads(layout.op, main_grads, kernels)
+        main_grads = claim_main_grads(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
     if is_mapped:
-        claim_fp8_state(layout.op, fp8_states)
+        fp8_states = claim_layer_state(layout.op, fp8_states, kernels)
     outs = [layout.in_out(shape)[num_in:] for shape in shapes]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
