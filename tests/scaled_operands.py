@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.fp8_ops import fp32_max_grad
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal
 from programs import on_ranks, tp_mesh
@@ -149,3 +150,10 @@ def check_main_grad(layer):
     assert_equal(dx, expected[0].astype("bfloat16"))
     assert_equal(accumulated, main_grad + expected[1])
     assert not np.any(dw)
+
+
+def with_maximum_as_sum(state):
+    """Converts a state to the dtype of which JAX adds gradients by their maximum."""
+    return jax.tree.map(
+        lambda array: jax.lax.convert_element_type(array, fp32_max_grad), state
+    )

@@ -1,5 +1,7 @@
 """State of delayed scaling in training steps: scan, cond, optax, TrainState, orbax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.linen.fp8_ops import fp32_max_grad
 from flax.training.train_state import TrainState
 from flax_models import random_model, random_variables
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
+from scaled_operands import with_maximum_as_sum
 
 import jax_ub as ub
 from jax_ub.flax import Linear, MainGrad, OverwriteWithGradient, linen
@@ -58,6 +60,14 @@ def amax(x):
     return float(jnp.max(jnp.abs(x)))
 
 
+def assert_maximum(state, states):
+    """Checks that a state is the maximum of the states of separate calls."""
+    wanted = jax.tree.map(lambda *arrays: np.max(arrays, axis=0), *states)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), state, wanted
+    )
+
+
 @pytest.mark.parametrize("skipped", ["by cond", "unused", "no"])
 def test_a_layer_that_does_not_run_keeps_its_state(skipped):
     graph, params, states, _ = net()
@@ -90,11 +100,11 @@ def test_a_scan_over_layers_updates_each_state(wrap):
         make(nnx.Rngs(0)), nnx.Param, OverwriteWithGradient
     )
 
-    def loss(states, per_layer=None):
+    def loss(states, x=X):
         def layer(x, state):
             return jnp.sin(nnx.merge(graph, *state)(x)), None
 
-        return jnp.sum(jax.lax.scan(wrap(layer), X, (params, states))[0])
+        return jnp.sum(jax.lax.scan(wrap(layer), x, (params, states))[0])
 
     def of_layers(states):
         x = X
@@ -109,6 +119,14 @@ def test_a_scan_over_layers_updates_each_state(wrap):
         assert found_history.shape == (3, 4)
         assert np.all(found_history[:, 0] > 0)
         np.testing.assert_allclose(found_history, history(wanted, name), rtol=1e-6)
+
+    def loss_of_microbatches(states, xs):
+        states = with_maximum_as_sum(states)
+        return jnp.sum(jax.lax.map(lambda x: loss(states, x), xs))
+
+    xs = jnp.stack([X, 8 * X, 2 * X])
+    shared = jax.jit(jax.grad(loss_of_microbatches))(states, xs)
+    assert_maximum(shared, [jax.jit(jax.grad(loss))(states, x) for x in xs])
 
 
 def test_microbatches_carry_states_and_main_grads():
@@ -151,18 +169,16 @@ def test_microbatches_share_a_state_whose_sum_is_the_maximum(library):
         def apply(states, x):
             return jnp.sum(jnp.sin(layer.apply({**variables, COLLECTION: states}, x)))
 
-    def loss(states, dtype):
-        shared = jax.tree.map(lambda a: jax.lax.convert_element_type(a, dtype), states)
-        return jnp.sum(jax.lax.map(lambda x: apply(shared, x), xs))
+    def loss(states, convert=lambda states: states):
+        states = convert(states)
+        return jnp.sum(jax.lax.map(lambda x: apply(states, x), xs))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    found = jax.tree.leaves(gradient(states, fp32_max_grad))
-    each = [jax.tree.leaves(jax.grad(apply)(states, x)) for x in xs]
-    for one, of_each in zip(found, zip(*each, strict=True), strict=True):
-        np.testing.assert_allclose(one, np.max(of_each, axis=0), rtol=1e-6)
+    found = gradient(states, with_maximum_as_sum)
+    assert_maximum(found, [jax.grad(apply)(states, x) for x in xs])
     text = r"linear\(parallel='column'\): jax.lax.scan closes over this FP8 state"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
-        gradient(states, jnp.float32)
+        gradient(states)
 
 
 def test_clipping_and_weight_decay_leave_the_state_alone():

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen.fp8_ops import fp32_max_grad
+from scaled_operands import with_maximum_as_sum
 
 import jax_ub as ub
 
@@ -231,18 +231,11 @@ def test_a_loop_may_close_over_a_state_that_is_not_differentiated(loop):
     jax.tree.map(np.testing.assert_array_equal, FP8.apply_updates(state, new), state)
 
 
-def in_maximum(state):
-    """Converts a state to the dtype whose sum, of gradients too, is the maximum."""
-    return jax.tree.map(
-        lambda array: jax.lax.convert_element_type(array, fp32_max_grad), state
-    )
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("order", ORDERS, ids=["jit(grad)", "grad(jit)"])
 def test_microbatches_share_a_state_whose_sum_is_the_maximum(loop, order):
     state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
-    step = order(lambda state, xs: loss_of(loop, in_maximum(state), xs))
+    step = order(lambda state, xs: loss_of(loop, with_maximum_as_sum(state), xs))
     histories = ([4.0, 0.0], [8.0, 4.0], [2.0, 8.0])
     for factor, history in zip((1.0, 2.0, 0.5), histories, strict=True):
         new = FP8.apply_updates(state, step(state, factor * XS))
@@ -258,7 +251,7 @@ def test_a_state_that_some_microbatches_skip_has_the_maximum_of_the_others():
     state = FP8.init_state(recipe)
 
     def loss(state, limit):
-        state = in_maximum(state)
+        state = with_maximum_as_sum(state)
 
         def of_one(x):
             return jax.lax.cond(
@@ -290,7 +283,7 @@ def test_one_entry_of_a_state_belongs_to_one_tensor():
     new = gradient(state, lambda state: state, ("input", "kernel"))
     assert new["input_amax_history"].tolist() == [4.0, 0.0]
     assert new["kernel_amax_history"].tolist() == [2.0, 0.0]
-    new = gradient(state, in_maximum, same)
+    new = gradient(state, with_maximum_as_sum, same)
     assert new["input_amax_history"].tolist() == [4.0, 0.0]
     text = "quantize: this FP8 state went into another call already"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
