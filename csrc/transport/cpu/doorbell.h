@@ -1,7 +1,7 @@
-// Waiting for an atomic that another thread stores, in this process or in a process
-// that maps the same memory. A waiting thread spins briefly, then sleeps on a futex,
-// its doorbell, which the storing thread rings. Ringing is a system call only if a
-// thread sleeps.
+// Lets a thread wait until another thread stores a value in an atomic. The other thread
+// may belong to another process that maps the same memory. A waiting thread spins
+// briefly, then sleeps on a futex, which is called its doorbell. The thread that stores
+// the value rings the doorbell. This is a system call only if a thread sleeps.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,9 @@ namespace jax_ub {
 // read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
-  // Number of threads that sleep or are about to sleep. If a process is killed in its
-  // sleep, the count stays too high, which only causes unnecessary system calls.
+  // Number of threads that sleep or are about to sleep. If a process is killed while
+  // its thread sleeps, the count stays too high. The other processes then make system
+  // calls that wake no thread, which is harmless.
   std::atomic<uint32_t> num_sleepers{0};
 };
 
@@ -46,10 +47,10 @@ inline void Pause() {
 #endif
 }
 
-// Waits until `ready()` is true, for about `timeout_s` seconds at most, and returns
-// whether it is. Does not count the time while the process is stopped. Sleeps on the
-// doorbell `own`. `ready` must load with sequential consistency, so that no wakeup is
-// lost (see Ring).
+// Waits until `ready()` is true or about `timeout_s` seconds have passed. Returns
+// whether `ready()` was true. The time while the process is stopped does not count. The
+// thread sleeps on the doorbell `own`. `ready` must load with sequential consistency,
+// so that no wakeup is lost (see Ring).
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
   // A waiting thread spins first, because a peer on another core usually answers within

@@ -9,10 +9,11 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the generation of a barrier, a number that increases from barrier to barrier.
+// Returns the generation of a barrier: a number that identifies the barrier and
+// increases from each barrier to the next.
 //
-// Generations begin at 1, so that 0 can mean "none" in
-// ProcessControlBlock::barrier_generation, the last barrier that a process has reached.
+// Generations begin at 1. In ProcessControlBlock::barrier_generation, which is the
+// generation of the last barrier that a process has reached, 0 means "none".
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call + 1) * GroupControl::kNumPhases +
          static_cast<uint64_t>(phase) + 1;
@@ -44,10 +45,11 @@ void GroupControl::AppendToCallLog(const CallLogEntry& entry) {
   AppendPending();
 }
 
-// Moves queued entries to the call log, as many as fit. Overwrites an entry only after
-// every process has begun the call, and thus has read the entry: a process reads the
-// entry before it stores its generation; this function loads the generation before it
-// writes the entry.
+// Moves queued entries to the call log until the log is full. The entry of call n +
+// kCallLogSize overwrites the entry of call n. It is written only after every process
+// has begun call n and has therefore read the entry of call n. For this, a process
+// reads an entry before it stores the generation of the call's barrier, and this
+// function loads the generations before it writes.
 void GroupControl::AppendPending() {
   ProcessControlBlock& own = *headers_[own_];
   uint64_t num_read = UINT64_MAX;
@@ -108,8 +110,9 @@ bool GroupControl::has_arrived(int process, int64_t call) const {
   return !IsMissing(process, BarrierGeneration(call, 0));
 }
 
-// While a process waits at the barrier of a call, the peers that are missing there do
-// not begin a later call, so they do not overwrite what they have submitted instead.
+// Peers read the text only while this process is missing at the barrier of `call`. This
+// process writes the text for a later call only after it has arrived there. So it does
+// not overwrite the text while a peer reads it.
 void GroupControl::PublishSubmitted(int64_t call, std::string_view text) {
   ProcessControlBlock& own = *headers_[own_];
   const auto number = static_cast<uint64_t>(call) + 1;
@@ -129,11 +132,12 @@ std::string GroupControl::DescribeSubmitted(int process, int64_t call) const {
 // after all earlier reads and writes of this process; the loads in IsMissing acquire
 // the writes of the peers.
 //
-// Only the last process to arrive wakes the others, because waking is a system call. It
-// is enough: all processes reach the same barriers in the same order, so all sleeping
-// processes wait for this `generation`. Its stores and loads are sequentially
-// consistent, so the last process sees the stores of all others. If it dies before it
-// wakes them, the notification of its death does.
+// Only the last process to arrive wakes the others, because waking is a system call.
+// This is sufficient: all processes reach the same barriers in the same order, so all
+// sleeping processes wait for this `generation`. The stores and loads of
+// `barrier_generation` are sequentially consistent, so the last process sees that all
+// others have arrived. If the last process dies before it wakes the others, the
+// notification of its death wakes them.
 uint64_t GroupControl::Arrive(int64_t call, int phase) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
@@ -165,9 +169,9 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
       [&] { return (first = FirstMissing(first, generation)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
-          // IsLost is called first: a process that arrives and then exits is lost, but
-          // not missing. In the other order, a process that arrives and exits between
-          // the two calls would be reported as lost.
+          // IsLost must be called before IsMissing. A process that arrives and then
+          // exits is lost, but not missing. If IsMissing were called first, a process
+          // that arrives and exits between the two calls would be reported as lost.
           if (peer_status_.IsLost(p) && IsMissing(p, generation)) return p;
         }
         return PeerStatus::kNoProcess;
@@ -185,8 +189,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
   AppendRemaining();
 }
 
-// Writes queued entries to the call log. Called after a barrier, when other processes
-// may have begun a call and thereby freed an entry.
+// Moves queued entries to the call log. Called after a barrier: if all processes have
+// begun another call there, its entry may be overwritten.
 void GroupControl::AppendRemaining() {
   if (own_ != 0) return;
   std::lock_guard lock(call_log_mutex_);

@@ -1,5 +1,5 @@
-// Coordinates the processes of a group through the control blocks in their shared
-// memory: the call log, the call signatures and the barriers. Independent of how the
+// Coordinates the processes of a group by the call log, the call signatures and the
+// barriers, which are in control blocks in shared memory. Does not depend on how the
 // memory was shared.
 #pragma once
 
@@ -17,8 +17,9 @@
 
 namespace jax_ub {
 
-// A hash and a description of a call, as one process makes it. Processes compare the
-// hashes to check that all make the same call; `text` is for the error if they do not.
+// A hash and a description of the call that one process makes. The processes compare
+// the hashes to check that all of them make the same call. If the hashes differ, the
+// error message contains `text`.
 struct CallSignature {
   uint64_t signature = 0;
   std::string text;
@@ -26,13 +27,14 @@ struct CallSignature {
 
 class GroupControl {
  public:
-  // The maximum number of barriers of one call. Calls have at most two; the others are
-  // those of CallSequencer::BarrierSeconds.
+  // Maximum number of barriers of one call. A collective call needs at most two. The
+  // limit is higher because CallSequencer::BarrierSeconds measures many barriers as
+  // phases of the latest call.
   static constexpr int kNumPhases = 1 << 24;
 
-  // `headers` are the control blocks of all processes, first that of the leader (the
-  // process of rank 0). This process only writes `headers[own]`, and the doorbells of
-  // its peers.
+  // `headers` has the control blocks of all processes. The first one belongs to the
+  // leader, which is the process of rank 0. `own` is the index of this process. This
+  // process writes only `headers[own]` and the doorbells of its peers.
   GroupControl(std::vector<ProcessControlBlock*> headers,
                int own,
                const PeerStatus& peer_status);
@@ -47,8 +49,8 @@ class GroupControl {
   void PublishSubmitted(int64_t call, std::string_view text);
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // Wakes the waiting thread of this process after a change of `peer_status`, so that
-  // it notices a failure or a lost peer.
+  // Wakes the waiting thread of this process. Must be called after each change of
+  // `peer_status`, so that the thread notices a failure or a lost peer.
   void WakeLocalWaits() { Ring(headers_[own_]->doorbell); }
 
  private:

@@ -15,8 +15,8 @@ namespace jax_ub {
 
 class InProcessCommunicator {
  public:
-  // `first_epoch` is the initial epoch (use count) of every slot. Tests choose a large
-  // one, to cover its overflow.
+  // `first_epoch` is the initial epoch (use count) of every slot. Tests pass a large
+  // value, so that the epochs overflow.
   InProcessCommunicator(int num_ranks,
                         int num_slots,
                         int64_t slot_bytes,
@@ -30,7 +30,7 @@ class InProcessCommunicator {
   int64_t size_bytes() const { return num_ranks() * num_slots_ * slot_bytes_; }
 
   // Returns the transport through which `rank` sends and receives. It is valid as long
-  // as the communicator.
+  // as this object exists.
   Transport& rank(int rank) { return *ends_[rank]; }
 
   // Makes all pending and later waits of all ranks fail with `reason`. Only the first

@@ -20,12 +20,13 @@
 
 namespace jax_ub {
 
-// Atomics in memory that processes share must be lock-free, because every process would
-// use a different lock for other atomics.
+// Atomics in shared memory must be lock-free. An atomic that is not lock-free uses a
+// lock, which would be a different lock in every process.
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// An entry of the call log: the next call that all processes must run. It identifies
-// one execution of a call site, so that each process finds its ranks' calls for it.
+// An entry of the call log, which says which call all processes must run next. The
+// entry identifies one execution of a call site. With it, each process finds the calls
+// of its ranks that belong to this execution.
 struct CallLogEntry {
   uint64_t call_site = 0;
   uint64_t execution = 0;
@@ -36,12 +37,13 @@ struct CallLogEntry {
   bool operator==(const CallLogEntry&) const = default;
 };
 
-// A text in a fixed size, as shared memory needs it.
+// A string of at most kMaxBytes bytes. Shared memory needs an array of fixed size,
+// because the characters of a std::string are in the memory of one process.
 class SharedText {
  public:
   static constexpr size_t kMaxBytes = 1024;
 
-  // Truncates `text` to kMaxBytes.
+  // Stores `text`, truncated to kMaxBytes.
   void Store(std::string_view text) {
     size_bytes_ = std::min(text.size(), kMaxBytes);
     std::memcpy(bytes_, text.data(), size_bytes_);
@@ -55,7 +57,7 @@ class SharedText {
   char bytes_[kMaxBytes] = {};
 };
 
-// A CallSignature in a fixed size.
+// The form of a CallSignature in shared memory.
 struct SignatureRecord {
   uint64_t signature = 0;
   SharedText text;
@@ -64,21 +66,23 @@ struct SignatureRecord {
 // The state that a process publishes in shared memory. Only this process writes it,
 // except for the doorbell, which peers ring.
 struct ProcessControlBlock {
-  // Capacity of the call log: how many calls the leader may be ahead of the slowest
-  // process.
+  // Capacity of the call log. The leader may be this number of calls ahead of the
+  // slowest process.
   static constexpr uint64_t kCallLogSize = 64;
 
   // The futex on which the thread that runs the calls of this process sleeps.
   Doorbell doorbell;
-  // Generation of the last barrier at which this process has arrived. 0: none yet.
+  // Generation of the last barrier at which this process has arrived. 0: the process
+  // has not arrived at any barrier yet.
   alignas(64) std::atomic<uint64_t> barrier_generation{0};
   // Used in the leader's control block only. The entry of call n is
   // `call_log[n % kCallLogSize]`. It is valid when `num_posted` > n.
   alignas(64) std::atomic<uint64_t> num_posted{0};
   CallLogEntry call_log[kCallLogSize] = {};
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
-  // The calls that this process has submitted instead of call `num_unmatched - 1` of
-  // the log. Valid when `num_unmatched` is that number; written once for each call.
+  // If the ranks of this process have submitted other calls instead of call n of the
+  // log, `submitted` describes these calls, and `num_unmatched` is n + 1. `submitted`
+  // is written once for each n.
   alignas(64) std::atomic<uint64_t> num_unmatched{0};
   SharedText submitted;
 };
@@ -91,8 +95,8 @@ struct RankHeader {
   SlotFlags flags[kMaxSlots];
 };
 
-// Computes addresses in the shared memory of one process, which begins at `memory`. The
-// parameter `n` counts the ranks of that process.
+// Computes addresses in the shared memory of one process, which begins at `memory`. `n`
+// is the index of a rank among the ranks of that process.
 class Layout {
  public:
   static constexpr int64_t kAlignment = 4096;  // the page size of most systems

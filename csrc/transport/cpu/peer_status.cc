@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// The text for a lost process if memory is too short for a better text.
+// Describes a lost process if there is no memory for a more detailed description.
 const std::string kLost = "is lost";
 
 }  // namespace
@@ -72,8 +72,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // A process that died is preferred to a process that closed its communicator,
-    // because the close may only be a consequence of the death.
+    // If one process died and another one closed its communicator, the error names the
+    // process that died, because the other one may have closed as a consequence.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

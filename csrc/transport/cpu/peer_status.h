@@ -1,6 +1,6 @@
-// Records whether a communicator has failed and which of its processes are lost, as far
-// as this process knows. A wait whose condition can therefore not become true ends with
-// an error.
+// Records whether a communicator has failed, and which of its processes this process
+// knows to be lost. A wait ends with an error if its condition can therefore not become
+// true.
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@
 
 namespace jax_ub {
 
-// The two variable parts of an error text: "<who> waited 3 s for <what>".
+// The two parts of the error message of a wait: "<who> waited 3 s for <what>".
 struct WaitDescription {
   std::string who;   // "rank 0"
   std::string what;  // "chunk 2 of rank 1"
@@ -40,20 +40,21 @@ class PeerStatus {
   void ThrowIfPoisoned() const;
   std::exception_ptr poison() const;  // the reason, or nullptr
 
-  // Records that a process is lost. `how` is a description such as "died", or empty if
-  // the process closed its communicator in order. Only the first call per process has
-  // an effect.
+  // Records that a process is lost. `how` is a description such as "died". `how` is
+  // empty if the process closed its communicator without a failure. Only the first call
+  // per process has an effect.
   void SetLost(int process, const std::string& how);
   bool IsLost(int process) const { return lost_[process].load() != nullptr; }
 
   const std::string& name(int process) const { return peers_[process].name; }
-  // Returns " (it is stopped)" for a stopped process, and otherwise "". Used in the
-  // error texts of waits.
+  // Returns " (it is stopped)" for a stopped process, and otherwise "". The error
+  // messages of waits contain this text.
   std::string DescribeState(int process) const;
 
   // Waits until `reached()` is true. Throws the reason passed to Poison, if there is
-  // one; CommunicatorError if `lost()` returns a lost process on which this wait
-  // depends (kNoProcess: none); or DeadlineError after the timeout.
+  // one. Throws CommunicatorError if `lost()` returns a lost process on which this wait
+  // depends; `lost()` returns kNoProcess if there is none. Throws DeadlineError after
+  // the timeout.
   //
   // Evaluates `reached()` once more before it throws, because a peer may store the
   // awaited value and exit before this thread wakes. Then the wait succeeds.
@@ -78,16 +79,16 @@ class PeerStatus {
                           const WaitDescription& waiting) const;
 
   const std::vector<PeerName> peers_;  // indexed by process
-  // Indexed by process: a description of how the process was lost (owned by
-  // loss_reasons_), or nullptr if it is not lost.
+  // Indexed by process: a description of how the process was lost, which loss_reasons_
+  // owns, or nullptr if the process is not lost.
   std::unique_ptr<std::atomic<const std::string*>[]> lost_;
   std::atomic<bool> poisoned_{false};
 
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr poison_;
   std::vector<std::unique_ptr<const std::string>> loss_reasons_;
-  // The process that was lost first without closing its communicator, which errors
-  // report as the cause. kNoProcess: there is none.
+  // The first process that was lost without closing its communicator. Errors report it
+  // as the cause. kNoProcess: there is none.
   int first_lost_ = kNoProcess;
 };
 

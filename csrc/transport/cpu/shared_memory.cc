@@ -29,7 +29,7 @@ std::vector<PeerStatus::PeerName> MembersOf(
 }
 
 // Returns a description of the group, the buffer size and the memory layout. In the
-// handshake, every process checks that its peers have the same one.
+// handshake, every process checks that all processes have the same description.
 std::string SetupText(const ProcessGroup& group, const Layout& layout) {
   // Version of the memory layout and the protocol. Must be incremented with every
   // change.
@@ -40,7 +40,8 @@ std::string SetupText(const ProcessGroup& group, const Layout& layout) {
          std::to_string(sizeof(RankHeader));
 }
 
-// Maps the memory whose descriptor a peer has sent in the handshake.
+// Maps the memory of a peer. `memory` is the file descriptor that the peer has sent in
+// the handshake.
 SharedMapping MapOf(const ProcessGroup& group,
                     const Layout& layout,
                     int process_index,

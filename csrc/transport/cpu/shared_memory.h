@@ -56,8 +56,8 @@ class SharedMemoryCommunicator {
 
   // Connects to all other processes of the group and maps their memory. `peers` is
   // keyed by process number; an entry of this process is ignored. Throws DeadlineError,
-  // which names the processes that are missing, or CommunicatorError if a process
-  // refuses or dies.
+  // which names the missing processes, after the timeout. Throws CommunicatorError if a
+  // process refuses or dies.
   static std::shared_ptr<SharedMemoryCommunicator> Connect(
       std::unique_ptr<Endpoint> endpoint,
       GroupMembership membership,
@@ -72,8 +72,9 @@ class SharedMemoryCommunicator {
   const std::string& name() const { return group_.name(); }
   int num_ranks() const { return group_.num_ranks(); }
   const std::vector<int>& local_ranks() const { return group_.ranks_of(process()); }
-  // Returns the process numbers, in the order of their lowest ranks. All other methods
-  // identify a process by its index in this vector. Index 0 is the leader.
+  // Returns the process numbers (JAX's process indices), in the order of the lowest
+  // rank of each process. All other methods identify a process by its index in this
+  // vector. Index 0 is the leader.
   const std::vector<int>& processes() const { return group_.process_ids(); }
   int num_processes() const { return group_.num_processes(); }
   int process() const { return group_.own(); }
@@ -84,17 +85,17 @@ class SharedMemoryCommunicator {
     return peer_status_.name(process);
   }
 
-  // Returns the buffer that a rank uses in `call`, one of its two. `rank` may be any
-  // rank of the group. The buffer is page-aligned. It is valid as long as this object,
-  // even if the rank's process has died.
+  // Returns the buffer that a rank uses in `call`. Each rank has two buffers, for even
+  // and odd calls. `rank` may be any rank of the group. The buffer is page-aligned. It
+  // is valid as long as this object exists, even if the rank's process has died.
   std::byte* buffer(int rank, int64_t call) const {
     return areas_[rank].memory + call % 2 * buffer_bytes();
   }
   // Returns the size of one buffer, which is the requested size rounded up to whole
   // pages.
   int64_t buffer_bytes() const { return layout_.buffer_bytes(); }
-  // Returns the size of the memory that this process shares: buffers, flags, control
-  // block.
+  // Returns the size of the memory that this process shares. It contains the buffers,
+  // the slot flags and the control block.
   int64_t size_bytes() const { return memories_[process()].size_bytes(); }
 
   // Appends a call to the call log, which determines the order of calls in all
@@ -110,8 +111,8 @@ class SharedMemoryCommunicator {
   }
 
   // Publishes this process's signature of a call. Must be called before Barrier(call,
-  // 0). Peers may read it until they arrive at Barrier(call + 1, 0). Truncates `text`
-  // to SharedText::kMaxBytes.
+  // 0). Peers may read the signature until they arrive at Barrier(call + 1, 0).
+  // Truncates `text` to SharedText::kMaxBytes.
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text) {
     group_control_.PublishSignature(call, signature, text);
   }
@@ -123,9 +124,10 @@ class SharedMemoryCommunicator {
   bool has_arrived(int process, int64_t call) const {
     return group_control_.has_arrived(process, call);
   }
-  // Publishes which calls this process has submitted instead of `call`, which the
-  // leader has logged. If it never submits `call`, the errors of its peers name them.
-  // Only the first text for a call has an effect.
+  // Publishes which calls the ranks of this process have submitted while `call`, which
+  // the leader has logged, is missing. If they never submit `call`, the error messages
+  // of the peers name the submitted calls. Only the first text for a call has an
+  // effect.
   void PublishSubmitted(int64_t call, std::string_view text) {
     group_control_.PublishSubmitted(call, text);
   }
@@ -140,29 +142,30 @@ class SharedMemoryCommunicator {
   }
 
   // Returns the transport of a local rank, whose slots are in the buffers of `call`.
-  // Usable from Barrier(call, 0) to Barrier(call + 1, 0). Throws UnsupportedError if
-  // the slots do not fit into a buffer.
+  // The transport may be used from Barrier(call, 0) to Barrier(call + 1, 0). Throws
+  // UnsupportedError if the slots do not fit into a buffer.
   Transport& rank(int local_rank, int64_t call, int num_slots, int64_t slot_bytes);
 
   // Makes all pending and later waits in all processes fail with `reason`. Only the
-  // first reason has an effect. Peers receive its text, and whether it is a
-  // DeadlineError.
+  // first reason has an effect. Peers receive the message of `reason`, as a
+  // DeadlineError if `reason` is one, and otherwise as a CommunicatorError.
   void Poison(const std::exception_ptr& reason) { failure_.Poison(reason); }
   // Returns the failure of this communicator, or nullptr. A failure is a poison, the
-  // death of a process, or Close. A peer that closes its communicator in order is not a
-  // failure, although waits for it fail.
+  // death of a process, or Close. If a peer closes its communicator without a failure,
+  // waits for the peer fail, but the communicator does not.
   std::exception_ptr poison() const { return failure_.reason(); }
-  // Registers a callback, which receives the failure once, when the communicator fails.
-  // It is called by the thread that calls Poison or Close, or detects the failure of a
-  // peer. If the communicator has already failed, OnPoison itself calls it. The callback
-  // must not call Close or hold the last reference to this object.
+  // Registers a callback, which is called once with the failure when the communicator
+  // fails. It runs on the thread that calls Poison or Close, or on the thread that
+  // detects the failure of a peer. If the communicator has already failed, OnPoison
+  // itself calls it. The callback must not call Close or hold the last reference to
+  // this object.
   void OnPoison(std::function<void(const std::exception_ptr&)> callback) {
     failure_.OnReason(std::move(callback));
   }
 
-  // Tells the peers that this process closes the communicator, and fails its pending
-  // waits. Never blocks, even if a peer is stopped or dead. The destructor unmaps the
-  // memory. Idempotent.
+  // Tells the peers that this process closes the communicator, and makes the pending
+  // waits of this process fail. Never blocks, even if a peer is stopped or dead. The
+  // memory stays mapped until the destructor runs. Idempotent.
   void Close() { failure_.Close(); }
 
  private:
@@ -180,7 +183,7 @@ class SharedMemoryCommunicator {
   PeerStatus peer_status_;
   GroupControl group_control_;
   std::vector<RankMemory> areas_;  // indexed by rank
-  // The transports of the local ranks, indexed by rank; null for ranks of other
+  // The transports of the local ranks. Indexed by rank; null for ranks of other
   // processes.
   std::vector<std::unique_ptr<SlotTransport>> ends_;
 

@@ -31,7 +31,8 @@ SlotTransport::SlotTransport(int rank,
 void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
-  // The use count of a new slot begins with first_epoch_, as do its flags on all ranks.
+  // The epoch (use count) of a new slot begins with first_epoch_, like the flags of the
+  // slot on all ranks.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
     uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }
@@ -50,8 +51,8 @@ void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   }
 }
 
-// The store of `arrived` releases the data that Write has copied. The load of `arrived`
-// in the peer's Wait acquires the data.
+// The store of `arrived` is a release that publishes the data of Write. The load of
+// `arrived` in the peer's Wait is the matching acquire.
 void SlotTransport::Signal(int peer, int slot) {
   uses_[slot].put = true;
   areas_[peer].flags[slot].arrived.store(uses_[slot].epoch + 1);
@@ -64,9 +65,9 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
 }
 
-// The store of `released` comes after this rank's reads of the slot. The rank that
-// writes the slot next loads `released` in WaitFree, so it does not overwrite data too
-// early.
+// The store of `released` comes after this rank's reads of the slot. The next rank that
+// writes the slot first loads `released` in WaitFree, so it does not overwrite data
+// that this rank has not read yet.
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);

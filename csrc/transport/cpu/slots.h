@@ -14,31 +14,33 @@
 
 namespace jax_ub {
 
-// State of one slot (receive buffer): the epoch (use count) whose data has arrived, and
-// the epoch that was released. Each slot has its own cache line, because a rank spins
-// on it while other ranks write other slots.
+// The state of one slot (receive buffer). `arrived` and `released` are epochs (use
+// counts) of the slot: the last one whose data has arrived, and the last one that was
+// released. Each slot has its own cache line, because a rank spins on its flags while
+// other ranks write the flags of other slots.
 struct alignas(64) SlotFlags {
   std::atomic<uint32_t> arrived{0};
   std::atomic<uint32_t> released{0};
 };
 
-// The memory of one rank, at its addresses in this process: doorbell, slot flags and
-// buffers.
+// The doorbell, the slot flags and the buffers of one rank, at their addresses in this
+// process.
 struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;  // indexed by slot
-  // Start of the rank's buffers. SlotTransport::SetLayout counts its offset from here.
+  // Start of the rank's buffers. The offset of SlotTransport::SetLayout is relative to
+  // it.
   std::byte* memory = nullptr;
   int process = 0;
   std::string name;  // "rank 1 (process 0, pid 12)"
 };
 
-// The Transport of one rank. All calls use the same object, so that the epochs of its
-// slots continue from call to call.
+// The Transport of one rank. All calls of the rank use the same object, because the
+// epochs of the slots continue from call to call.
 class SlotTransport : public Transport {
  public:
-  // `areas`, the memory of every rank, is indexed by rank. It and `peer_status` must
-  // outlive the transport.
+  // `areas` has the memory of every rank, indexed by rank. `areas` and `peer_status`
+  // must outlive the transport.
   SlotTransport(int rank,
                 const std::vector<RankMemory>& areas,
                 const PeerStatus& peer_status,
@@ -51,10 +53,10 @@ class SlotTransport : public Transport {
     return (slot_bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // Sets the addresses of the slots for the next calls: slot i of every rank is at
+  // Sets the addresses of the slots for the next calls. Slot i of every rank is at
   // `offset` + i * `slot_bytes` in the rank's memory. `slot_bytes` must be a result of
   // StrideOf. All ranks must pass the same values. The address of a slot may change
-  // between calls, because its epoch depends on its index only.
+  // between calls, because its epoch depends only on its index.
   void SetLayout(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }
