@@ -1,9 +1,10 @@
-// All-reduces few rows with one kernel; see all_reduce_params.h. Barriers of the block
-// separate the functions below.
+// All-reduces few rows with one kernel, which all_reduce_params.h describes. Between
+// the functions below, the kernel synchronizes the threads of a block.
 //
-// Memory order: all threads of a block push, and after a barrier one thread per peer
-// releases the flag, which makes the pushes of all of them visible. One thread per peer
-// acquires the peer's flag, and after a barrier all threads read.
+// Memory order: all threads of a block push partial sums. After a barrier of the block,
+// one thread per peer stores the peer's flag with release, which makes the pushes of
+// all threads visible. One thread per peer loads the peer's flag with acquire. After
+// another barrier, all threads read.
 
 #include "reduce/cuda/elements.cuh"
 #include "transport/cuda/all_reduce_params.h"
@@ -39,8 +40,8 @@ __device__ int64_t SizeOfPartial(const AllReduceParams& params) {
   return params.dtype == DType::kF32 ? 4 : 2;
 }
 
-// Returns the address at which this rank reads the partial sums of `rank`. Those of a
-// peer are in a slot of this rank, into which the peer has pushed them.
+// Returns the address at which this rank reads the partial sums of `rank`. A peer has
+// pushed its partial sums into a slot of this rank.
 __device__ uint64_t PartialOf(const AllReduceParams& params, uint32_t rank) {
   const uint32_t own = params.waiting.rank;
   if (rank == own) return params.partial;
@@ -98,8 +99,8 @@ __device__ void SignalPushed(const AllReduceParams& params, const CallWords& wor
   StoreRelease(FlagOfBlock(params, params.peers[threadIdx.x].signal), words.current);
 }
 
-// Waits until the thread block with the same index of every peer has pushed its partial
-// sums. Uses one thread per peer. Returns false if the rank has failed.
+// Waits until, on every peer, the thread block with the same index has pushed its
+// partial sums. Uses one thread per peer. Returns false if the rank has failed.
 __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_peers) return true;
   AwaitedFlag arrived = params.peers[threadIdx.x].arrived;
@@ -107,8 +108,8 @@ __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& word
   return WaitFor(params.waiting, arrived, words.current, words.current);
 }
 
-// Adds bias and residual to the sums of consecutive elements, from index `at` on,
-// rounds them to the output dtype and stores them.
+// Adds bias and residual to `sums`, the sums of consecutive elements from index `at`
+// on. Rounds the results to the output dtype and stores them.
 template <int kCount>
 __device__ void FinishElements(const AllReduceParams& params,
                                int64_t at,
@@ -126,8 +127,8 @@ __device__ void FinishElements(const AllReduceParams& params,
   }
 }
 
-// Sums the elements of this block over all ranks, 16 bytes per load. Returns the index
-// of the first element that does not fill a whole unit of 16 bytes.
+// Sums the elements of this block over all ranks, in units of 16 bytes. Returns the
+// index of the first element that is not in a whole unit.
 template <DType kDType>
 __device__ int64_t SumUnits(const AllReduceParams& params, const Elements& elements) {
   constexpr int kPerUnit = kDType == DType::kF32 ? 4 : 8;

@@ -10,17 +10,17 @@
 namespace jax_ub {
 
 // The all-reduce kernel, loaded in the CUDA context that is current at construction.
-// Thread-safe. The calling thread must have the same context current.
+// Thread-safe. The same context must be current on each thread that calls Run.
 class AllReduceKernel {
  public:
   explicit AllReduceKernel(const Driver& driver);
 
-  // Returns the number of thread blocks of a launch. It depends only on the number of
-  // elements, so all ranks launch the same number.
+  // Returns the number of thread blocks of a launch. The number depends only on
+  // `num_elements`, so all ranks launch the same number of blocks.
   static int NumBlocks(int64_t num_elements);
 
-  // Enqueues the all-reduce on `stream`. Determines params.is_aligned, which the caller
-  // need not set.
+  // Enqueues the all-reduce on `stream`. Sets params.is_aligned itself, so the caller
+  // need not set it.
   void Run(CUstream stream, AllReduceParams params) const;
 
  private:

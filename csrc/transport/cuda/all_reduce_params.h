@@ -14,7 +14,8 @@ namespace jax_ub {
 // The addresses through which a rank exchanges partial sums with one peer.
 //
 // Each thread block has separate flags. `signal` and `arrived` are the flags of block
-// 0; those of block b are b * num_peers * kFlagLineBytes bytes after them.
+// 0. The flags of block b are b * num_peers * kFlagLineBytes bytes after the flags of
+// block 0.
 struct AllReducePeer {
   uint64_t announcement;  // the peer's word in which this rank announces its calls
   uint64_t to;            // the peer's slot that this rank fills
@@ -53,8 +54,8 @@ struct AllReduceParams {
 inline constexpr char kAllReduceKernel[] = "jax_ub_all_reduce";
 inline constexpr int kAllReduceThreads = 512;   // per block
 inline constexpr int kMaxAllReduceBlocks = 32;  // all of them run at the same time
-// The range of each block begins at a multiple of this many elements, so that 16-byte
-// loads are aligned for every dtype.
+// The range of elements of each block begins at a multiple of this number, so that
+// 16-byte loads are aligned for every dtype.
 inline constexpr int64_t kAllReduceVector = 8;
 
 }  // namespace jax_ub

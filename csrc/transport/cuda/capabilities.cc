@@ -28,8 +28,8 @@ std::string NameOf(int rank, int process) {
 }
 
 // Returns an error text that names the first two ranks whose GPUs cannot access each
-// other, or "" if no such pair is known. Processes that see only their own GPUs do not
-// know it before they map the memory.
+// other, or "" if no such pair is known. A process that sees only its own GPUs does not
+// know whether they can access other GPUs until it maps the memory.
 std::string UnreachableReason(const std::vector<int>& processes,
                               const std::map<int, Capabilities>& capabilities_of) {
   std::vector<std::string> gpus;  // UUIDs, indexed by rank
@@ -58,9 +58,9 @@ std::string UnreachableReason(const std::vector<int>& processes,
 }
 
 // Returns why some process in `members` does not support a feature, such as a sharing
-// mode, or "" if all of them do. The Capabilities of a process that supports the
-// feature have the key `can_key`. Those of the other processes have the reason under
-// the key `cannot_key`.
+// mode, or "" if all of them support it. The Capabilities of a process have the key
+// `can_key` if it supports the feature. Otherwise they have the key `cannot_key`, with
+// the reason as its value.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,
@@ -178,9 +178,9 @@ SharingDecision Agree(const std::vector<int>& processes,
   return decision;
 }
 
-// A group that spans hosts cannot use multicast: its setup blocks, so processes must be
-// able to tell each other about a failure to end such waits, and processes of different
-// hosts have no connections.
+// A group that spans hosts cannot use multicast. During its setup, processes wait for
+// each other, and if it fails in one process, a message must end the waits of the
+// others. Processes of different hosts have no connection for such a message.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of) {

@@ -1,5 +1,5 @@
-// The modes in which processes may share device memory, and the choice of one for a
-// group.
+// The modes in which processes may share device memory, and the choice of a mode for a
+// group of processes.
 #pragma once
 
 #include <cstddef>
@@ -9,28 +9,31 @@
 
 namespace jax_ub {
 
-// What a process sends to the others before they connect: the sharing modes that it
-// supports, and for the other modes the reason. A few kilobytes of text.
+// The features that a process supports, such as sharing modes. The process sends them
+// to the other processes before they connect. For a feature that the process lacks, the
+// map has the reason. The size is a few kilobytes.
 using Capabilities = std::map<std::string, std::string>;
 
-// How processes share device memory, in order of preference: virtual memory management
-// with file descriptors, the same with fabric handles (across hosts), CUDA IPC.
+// The ways in which processes share device memory, in order of preference. kVmm and
+// kFabric use the driver's virtual memory management: kVmm passes file descriptors,
+// kFabric passes fabric handles, which also work across hosts. kIpc uses CUDA IPC.
 // docs/gpu.md explains why XLA's communicator is not used.
 enum class SharingMode { kVmm, kFabric, kIpc };
 inline constexpr SharingMode kSharingModes[] = {SharingMode::kVmm, SharingMode::kFabric,
                                                 SharingMode::kIpc};
 const char* SharingModeName(SharingMode mode);  // "vmm", "fabric" or "ipc"
 
-// A preferred sharing mode, or multicast, that is not used, and the reason.
+// A feature that a group does not use, and the reason. The feature is multicast, or a
+// sharing mode that is preferred to the mode that the group uses.
 struct SharingFallback {
   std::string mode;    // "vmm"
   std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
   bool operator==(const SharingFallback&) const = default;
 };
-// The keys of Capabilities, which a process sends to its peers before they connect. A
-// process that supports a sharing mode has the key SharingModeName(mode), with the
-// value "yes" or, for kFabric, the exported handles. Otherwise it has the key
-// CannotKey(mode), with the reason as its value.
+// The following constants are keys of Capabilities. A process that supports a sharing
+// mode has the key SharingModeName(mode), with the value "yes" or, for kFabric, the
+// exported handles. Otherwise it has the key CannotKey(mode), with the reason as its
+// value. The value of kHostKey is a text that identifies the host of the process.
 inline constexpr char kHostKey[] = "host";
 // The UUIDs of the GPUs of this process's ranks: "uuid,uuid".
 inline constexpr char kGpusKey[] = "gpus";
@@ -39,9 +42,10 @@ inline constexpr char kGpusKey[] = "gpus";
 inline constexpr char kUnreachableKey[] = "unreachable";
 std::string CannotKey(SharingMode mode);
 
-// Multicast (NVLS) is optional, and used in addition to a sharing mode. A process that
-// supports it has the key kNvls; another process has the key kCannotNvlsKey, with the
-// reason as its value. kNvls is also the `mode` of a SharingFallback.
+// Multicast (NVLS) is optional, and is used together with a sharing mode. A process
+// that supports multicast has the key kNvls in its Capabilities. Another process has
+// the key kCannotNvlsKey, with the reason as its value. kNvls is also the `mode` of a
+// SharingFallback.
 inline constexpr char kNvls[] = "nvls";
 inline constexpr char kCannotNvlsKey[] = "no nvls";
 
@@ -62,24 +66,25 @@ struct SharingDecision {
 };
 
 // Returns the sharing modes that all processes of a group support. `processes` is
-// indexed by rank, and `capabilities_of` is keyed by process. Depends only on its
-// arguments, so that all processes get the same answer.
+// indexed by rank, and `capabilities_of` is keyed by process. The result depends only
+// on the arguments, so all processes get the same result.
 SharingDecision Agree(const std::vector<int>& processes,
                       const std::map<int, Capabilities>& capabilities_of);
 
-// Returns the sharing modes that are preferred to `mode` but not used, with reasons:
-// some process does not support them, or they failed although all support them
-// (`failed`).
+// Returns the sharing modes that are preferred to `mode` but not used, with the
+// reasons. `decision` has the modes that some process does not support. `failed` has
+// the modes that all processes support, but that failed when they were tried.
 std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
                                          const std::vector<SharingFallback>& failed);
-// Returns the error text of a group that cannot use any sharing mode, with the reason
-// for each mode. `failed` has the modes that failed although all processes support
-// them.
+// Returns the error message of a group that cannot use any sharing mode, with the
+// reason for each mode. `failed` has the modes that failed although all processes
+// support them.
 std::string RejectionOf(const SharingDecision& decision,
                         const std::vector<SharingFallback>& failed);
 
-// Returns why heaps shared by `mode` cannot use multicast, or "" if they can.
+// Returns why multicast cannot be used with heaps that are shared by `mode`, or "" if
+// it can be used.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of);

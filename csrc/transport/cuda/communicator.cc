@@ -15,19 +15,19 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum time in seconds, after a failure, that the host waits for messages of the
-// peers: the cause of the failure, and the close messages.
+// Maximum time in seconds that the host waits for messages of the peers after a
+// failure. It waits for the cause of the failure, and for the close messages.
 constexpr double kFailedPatienceS = 5;
 
-// The interval at which a host that waits for the cause of a failure checks whether the
-// cause is known.
+// The interval at which the host checks whether the cause of a failure is known, while
+// it waits for the cause.
 constexpr std::chrono::milliseconds kCheckInterval{1};
 
 // Version of the heap layout and the messages. Must be incremented with every change.
 constexpr int kProtocol = 3;
 
 // Returns a description of the group and the heap layout. In the handshake, every
-// process checks that its peers have the same one.
+// process checks that all processes have the same description.
 std::string SetupText(const ProcessGroup& group, const HeapLayout& layout, bool nvls) {
   return group.RanksText() + ", slots of " + std::to_string(layout.slots_bytes()) +
          " bytes on GPUs, " + (nvls ? "NVLS, " : "") + "protocol " +
@@ -61,8 +61,8 @@ CudaCommunicator::CudaCommunicator(ProcessGroup group,
 CudaCommunicator::~CudaCommunicator() {
   Close();
   if (!IsForkedChild()) return;
-  // A forked child leaks the heaps: the CUDA driver does not work in it, and the memory
-  // belongs to the parent.
+  // A forked child must not free the heaps: the CUDA driver does not work in the child,
+  // and the memory belongs to the parent. So the child leaks them.
   static_cast<void>(new GroupHeaps(std::move(heaps_)));
 }
 
@@ -72,16 +72,17 @@ std::string CudaCommunicator::DescribeRank(int rank) const {
   return group_.DescribeRank(rank, connected_peers_[process_index].pid);
 }
 
-// Returns the name of a rank, with " (it is stopped)" if its process is stopped. Used
-// in the error texts of waits.
+// Returns the name of a rank, with " (it is stopped)" if its process is stopped. The
+// error messages of waits contain this text.
 std::string CudaCommunicator::NameAndStateOf(int rank) const {
   return DescribeRank(rank) +
          DescribeIfStopped(
              connected_peers_[group_.process_index_of_rank(rank)].seen_pid);
 }
 
-// Returns an error record that a local device has filled, or nullptr. Prefers the record
-// of a cause to a record that only says that a peer failed.
+// Returns an error record that a local device has filled, or nullptr. If several
+// records are filled, prefers a record that states the cause of the failure to a record
+// that only states that a peer failed.
 const ErrorRecord* CudaCommunicator::FilledRecord() const {
   const ErrorRecord* found = nullptr;
   for (int n = 0; n < num_own(); ++n) {
@@ -103,8 +104,8 @@ std::exception_ptr CudaCommunicator::FaultOf(const ErrorRecord& record) {
       [this](uint32_t tag) { return CallOf(tag); });
 }
 
-// Returns whether FaultOf(record) states the cause of the failure. It does not if the
-// record only states that a peer failed, or if the message with the description of a
+// Returns whether FaultOf(record) states the cause of the failure. The cause is unknown
+// if the record only states that a peer failed, or if the message that describes a
 // peer's call has not arrived yet.
 bool CudaCommunicator::KnowsCauseOf(const ErrorRecord& record) {
   if (!IsOwnFault(record)) return false;
@@ -113,8 +114,9 @@ bool CudaCommunicator::KnowsCauseOf(const ErrorRecord& record) {
          (calls_.contains(record.tag) && calls_.contains(record.other_tag));
 }
 
-// Sleeps for kCheckInterval, in which the cause of a failure may arrive, and returns true.
-// Returns false at once if kFailedPatienceS have passed since the first call.
+// Sleeps for kCheckInterval, so that a message with the cause of a failure can arrive,
+// and returns true. If kFailedPatienceS seconds have passed since the first call,
+// returns false without sleeping.
 bool CudaCommunicator::AwaitCause() {
   {
     std::lock_guard lock(mutex_);
@@ -173,8 +175,8 @@ void CudaCommunicator::Add(const GpuCallSignature& signature) {
     other = signatures_.Add(signature);
   }
   if (!other) return;
-  // Sorts the two contradicting signatures by rank, so that all processes report the
-  // same error.
+  // The two contradicting signatures are sorted by rank, so that all processes report
+  // the same error.
   const auto& [first, second] = std::minmax(
       signature, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group_.ErrorPrefix();
@@ -193,31 +195,32 @@ void CudaCommunicator::Add(const GpuCallSignature& signature) {
 
 void CudaCommunicator::OnSignature(const PeerEvent& event) {
   const auto signature = GpuCallSignature::Unpack(event.text);
-  // Ignores a signature unless the sender owns the rank in it.
+  // A signature is ignored unless the process that sent it owns the rank in it.
   if (signature && signature->rank >= 0 && signature->rank < group_.num_ranks() &&
       group_.process_index_of_rank(signature->rank) == event.process) {
     Add(*signature);
   }
 }
 
-// A process sends its close message when its devices have finished, so that it does not
-// write to its peers' memory any more. If a peer sends no close message in time, memory
-// that this peer has opened by CUDA IPC is kept until the process exits. Virtual memory
-// can be freed, because the driver keeps it as long as any process has it mapped.
+// A process sends its close message after its devices have finished. From then on, its
+// devices do not write to the memory of peers. If a peer does not send its close
+// message in time, memory that the peer has opened by CUDA IPC is kept until this
+// process exits. Virtual memory can be freed, because the driver keeps it while any
+// process has it mapped.
 void CudaCommunicator::Close() {
   if (failure_.IsForkedChild() || is_closed_.exchange(true)) return;
   const Driver& driver = heaps_.devices().driver();
   for (const Context& context : heaps_.devices().contexts()) {
     try {
       const ScopedContext scoped(driver, context.get());
-      // The result is ignored: after an error, the context has no work to wait for.
+      // Errors are ignored: after an error, the context has no work to wait for.
       driver.CtxSynchronize();
     } catch (const SystemError&) {
       continue;
     }
   }
-  // A fault that no call has reported is sent, because the hosts of the peers do not
-  // know it.
+  // If a local device has failed and no call has reported it, the failure is sent to
+  // the peers, because their hosts do not know it.
   const ErrorRecord* const filled = failure_.reason() ? nullptr : FilledRecord();
   if (filled != nullptr && IsOwnFault(*filled)) failure_.Poison(FaultOf(*filled));
   failure_.SendClose();

@@ -57,11 +57,11 @@ class CudaCommunicator {
                                                 const std::string& name = "in_process",
                                                 bool nvls = false);
 
-  // Connects to the other processes of the group and maps their heaps. `peers` (the
-  // processes of this host) and `capabilities_of` are keyed by process number; entries
-  // of this process are ignored. Throws UnsupportedError in all processes if no sharing
-  // mode works, DeadlineError with the missing processes, or CommunicatorError if a
-  // process refuses or dies.
+  // Connects to the other processes of the group and maps their heaps. `peers` has the
+  // processes of this host, and `capabilities_of` has all processes. Both are keyed by
+  // process number; entries of this process are ignored. Throws UnsupportedError in all
+  // processes if no sharing mode works, DeadlineError with the missing processes, or
+  // CommunicatorError if a process refuses or dies.
   static std::shared_ptr<CudaCommunicator> Connect(
       std::unique_ptr<CudaEndpoint> endpoint,
       const GroupMembership& membership,
@@ -76,7 +76,7 @@ class CudaCommunicator {
   const std::string& name() const { return group_.name(); }
   int num_ranks() const { return group_.num_ranks(); }
   const std::vector<int>& local_ranks() const { return group_.ranks_of(group_.own()); }
-  // Returns the ordinal of a local rank's device in this process.
+  // Returns the device ordinal of a local rank, which is valid in this process.
   int ordinal(int local_rank) const {
     return heaps_.devices().ordinal(OwnIndexOf(local_rank));
   }
@@ -86,21 +86,21 @@ class CudaCommunicator {
   // Returns how the ranks access each other's heaps: "in_process", "vmm" (file
   // descriptors), "fabric" (fabric handles) or "ipc" (CUDA IPC).
   const std::string& how() const { return heaps_.how(); }
-  // Returns what this group does not use, with the reasons: sharing modes that are
-  // preferred over how(), and multicast if it was requested.
+  // Returns the features that this group does not use, with the reasons. These are the
+  // sharing modes that are preferred to how(), and multicast if it was requested.
   const std::vector<SharingFallback>& fallbacks() const { return heaps_.fallbacks(); }
   // Returns whether the slots have a multicast address. All ranks get the same answer.
   bool has_multicast() const { return heaps_.multicast() != 0; }
 
-  // Returns the size of the memory that each rank has for the slots (receive buffers)
-  // of a call, in bytes.
+  // Returns the size in bytes of the memory in which each rank has the slots (receive
+  // buffers) of a call.
   int64_t slots_bytes() const { return layout_.slots_bytes(); }
   // Returns how much device memory this process has allocated for the heaps of its
   // ranks, in bytes.
   int64_t size_bytes() const { return size_bytes_; }
 
-  // Returns the addresses of all ranks' heaps, valid on the device of `local_rank`
-  // until Close. Indexed by rank.
+  // Returns the addresses of all ranks' heaps, indexed by rank. They are valid on the
+  // device of `local_rank` until Close.
   std::span<const RankSlotAddress> addresses(int local_rank) const {
     return heaps_.addresses(OwnIndexOf(local_rank));
   }
@@ -114,29 +114,29 @@ class CudaCommunicator {
   // what to change, if they do not fit into slots_bytes().
   SlotAddresses AddressSlots(int num_slots, int64_t slot_bytes) const;
 
-  // Returns the number that identifies a call site in this process's error records.
-  // Equal call sites have equal numbers.
+  // Returns the number that identifies a call site in the error records of this
+  // process. Equal call sites have the same number.
   uint32_t NumberOf(const CallSiteName& site);
 
-  // Sends a local rank's signature of a call to all connected processes. If it
-  // contradicts the signature of another rank, poisons the communicator with an error
-  // that describes both. The other signature may arrive earlier or later. Does not
-  // wait.
+  // Sends a local rank's signature of a call to all connected processes, without
+  // waiting. If the signature contradicts the signature of another rank, which may
+  // arrive earlier or later, poisons the communicator with an error that describes
+  // both.
   void Declare(const GpuCallSignature& signature);
 
   // Returns the failure of this communicator, or nullptr. A failure is a failed wait of
   // a device, a poison, the death of a process, or Close. A peer that closes its
-  // communicator in order is not a failure. If the device of a peer has notified a local
-  // device of its failure, but the peer's host has not sent the cause yet, waits once, up
-  // to 5 s, for the cause. Without it, the error names only the peer. Cheap, unless there
-  // is a failure.
+  // communicator is not a failure. If a local device only knows that the device of a
+  // peer has failed, and the peer's host has not sent the cause yet, this function
+  // waits up to 5 s for the cause, once. If the cause does not arrive, the error only
+  // names the peer. Without a failure, this function takes little time.
   std::exception_ptr failure();
-  // Throws the failure, if there is one. Also throws after RejectCalls, and after a
-  // peer has closed its communicator, since every call needs all peers.
+  // Throws the failure, if there is one. Also throws after RejectCalls. Also throws
+  // after a peer has closed its communicator, because every call needs all peers.
   void ThrowIfFailed();
 
-  // Returns whether this process was forked from the one that created the communicator.
-  // It must not use the communicator.
+  // Returns whether this process was forked from the process that created the
+  // communicator. A forked child must not use the communicator.
   bool IsForkedChild() const { return failure_.IsForkedChild(); }
 
   // Makes all pending and later waits of all ranks fail with `reason`. Only the first
@@ -146,11 +146,11 @@ class CudaCommunicator {
   // Makes ThrowIfFailed report that the communicator is closed, so that no call begins.
   void RejectCalls() { rejects_calls_.store(true); }
 
-  // Closes the communicator: waits until the local devices have finished all enqueued
+  // Closes the communicator. Waits until the local devices have finished all enqueued
   // work, sends a failure of these devices that no call has reported, waits until all
-  // peers have closed or died, and frees the memory. Waits for peers at most as long as
-  // Connect does (5 s after a failure), then continues without them. No call may be
-  // enqueued during Close. Idempotent.
+  // peers have closed or died, and frees the memory. The wait for peers has the timeout
+  // of Connect, or 5 s after a failure; after the timeout, Close continues without
+  // them. No call may be enqueued during Close. Idempotent.
   void Close();
 
  private:
@@ -183,7 +183,7 @@ class CudaCommunicator {
   const double timeout_s_;
   GroupHeaps heaps_;
   const int64_t size_bytes_;
-  // What the handshake has found out about each process, such as its process id, by
+  // What the handshake has found out about each process, such as its pid. Indexed by
   // process index. The constructor moves the sockets to `failure_`, which watches them.
   std::vector<ConnectedPeer> connected_peers_;
   std::atomic<bool> rejects_calls_{false};
@@ -196,7 +196,7 @@ class CudaCommunicator {
   std::atomic<bool> has_closed_{
       false};                        // whether who_closed_ is set; read without mutex_
   std::vector<CallSiteName> sites_;  // indexed by call site number
-  // Descriptions of the calls whose signatures were sent or received, by tag.
+  // Descriptions of the calls whose signatures were sent or received. Keyed by tag.
   std::map<uint32_t, std::string> calls_;
   SignatureTable signatures_;
   std::optional<Deadline> cause_deadline_;  // set by the first AwaitCause

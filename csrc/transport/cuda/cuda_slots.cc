@@ -15,8 +15,8 @@ CUdeviceptr LineOf(CUdeviceptr first, int index) {
   return first + index * kFlagLineBytes;
 }
 
-// Copies `results`, the results that a failed rank fills with NaN, to the parameters
-// `nan_fill`, as many as fit. Returns the number of copied results.
+// Copies `results`, which a failed rank fills with NaN, to the kernel parameters
+// `nan_fill`. Copies at most kMaxResults of them, and returns how many it has copied.
 size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   const size_t count = std::min<size_t>(results.size(), kMaxResults);
   nan_fill.num_results = static_cast<uint32_t>(count);
@@ -24,8 +24,8 @@ size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   return count;
 }
 
-// Moves signals from the front of `signals` to `targets`, the parameters of one kernel,
-// as many as fit.
+// Moves the first signals, at most kMaxRanks, from `signals` to `targets`, which are
+// the parameters of one kernel.
 void Take(std::vector<FlagTarget>& signals, FlagTargets& targets) {
   const size_t count = std::min<size_t>(signals.size(), kMaxRanks);
   targets.num_targets = static_cast<uint32_t>(count);
@@ -239,9 +239,9 @@ void CudaSlots::AllReduce(const AllReduceSum& sum, const WaitReason& reason) {
   std::copy(sum.addends.begin(), sum.addends.end(), params.addends);
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_) continue;
-    // `from` is the slot of this rank that the peer fills, `to` the slot of the peer
-    // that this rank fills. Thread block b uses the flags from index
-    // b * (num_ranks() - 1) on.
+    // `from` is the slot of this rank that the peer fills. `to` is the slot of the peer
+    // that this rank fills. Thread block b uses the flags from index b * (num_ranks() -
+    // 1) on.
     const int from = (rank_ - peer + num_ranks()) % num_ranks() - 1;
     const int to = (peer - rank_ + num_ranks()) % num_ranks() - 1;
     const PeerSlot slot = {peer, from, reason.chunk};

@@ -31,8 +31,8 @@ namespace jax_ub {
 // Slots are aligned to this many bytes, relative to RankSlotAddress::slots.
 inline constexpr int64_t kSlotAlignment = 256;
 
-// Addresses of the parts of one rank's heap (heap.h), on the device of the rank that
-// uses them.
+// Addresses of the parts of one rank's heap (heap.h). They are valid on the device of
+// the rank that uses them.
 struct RankSlotAddress {
   CUdeviceptr slots = 0;      // the first slot
   CUdeviceptr arrived = 0;    // flags indexed by slot
@@ -48,19 +48,19 @@ struct RankSlotAddress {
 struct SlotAddresses {
   int num_slots = 0;
   int64_t slot_bytes = 0;
-  // Multicast address of the first slot of all ranks, for multicast instructions only.
-  // 0: there is no multicast.
+  // Multicast address of the first slot of all ranks. Only multicast instructions may
+  // use it. 0: there is no multicast.
   CUdeviceptr multicast = 0;
 };
 
-// The numbers that identify a call site in error records and in flags.
+// The numbers that identify a call site: `number` in error records, `tag` in flags.
 struct CallIds {
   uint32_t number = 0;  // CudaCommunicator::NumberOf, specific to this process
   uint32_t tag = 0;     // GpuCallSignature::tag, the same on every rank
 };
 
-// The stream and the kernels with which a rank enqueues its work. The pointers must
-// outlive the CudaSlots; they are not owned.
+// The stream on which a rank enqueues its work, and the kernels that it launches. The
+// pointers are not owned and must outlive the CudaSlots.
 struct SlotStream {
   const Driver* driver = nullptr;
   const FlagKernels* flags = nullptr;
@@ -81,8 +81,8 @@ struct MulticastRange {
   std::vector<SumAddend> addends;  // at most kMaxSumAddends
 };
 
-// The operands of a one-kernel all-reduce: this rank's contiguous partial sums, and the
-// result.
+// The operands of an all-reduce that runs as one kernel: this rank's contiguous partial
+// sums, and the result.
 struct AllReduceSum {
   const std::byte* partial = nullptr;
   DType dtype = DType::kF32;
@@ -93,18 +93,18 @@ struct AllReduceSum {
 };
 
 // Implements Transport with slots and flags in device memory. In every call, each rank
-// needs data of all other ranks, and writes into a peer's slots for the next call only
-// after the peer has ended this call. Therefore a flag is never ahead of the value that
-// a wait expects, consecutive calls may use the same slots, and Release does nothing. A
-// wait fails if the peer has announced a different call with the same epoch.
+// needs data of all other ranks. It writes into a peer's slots for the next call only
+// after the peer has ended this call. Therefore a flag never has a later epoch than the
+// wait for it expects, consecutive calls may use the same slots, and Release does
+// nothing. A wait fails if the peer has announced a different call with the same epoch.
 // tests/csrc/cuda/protocol_test.cc proves these properties.
 //
-// To save launches, the kernel of the next wait also sends signals, and Finish or the
-// first wait of the next call also enqueues the end of a call.
+// To save kernel launches, the kernel of the next wait also sends the pending signals.
+// The end of a call is enqueued by Finish or by the first wait of the next call.
 class CudaSlots : public Transport {
  public:
-  // `addresses`, the heap of each rank, is indexed by rank and must outlive the object.
-  // `error` is the device address of the rank's ErrorRecord.
+  // `addresses` has the addresses of each rank's heap, indexed by rank. It must outlive
+  // the object. `error` is the device address of the rank's ErrorRecord.
   CudaSlots(int rank,
             std::span<const RankSlotAddress> addresses,
             CUdeviceptr error,
@@ -112,10 +112,10 @@ class CudaSlots : public Transport {
             const SlotAddresses& slots,
             const SlotStream& stream);
 
-  // Enqueues a check that the u32 at `partition` is `expected`. If not, the call fails
-  // on this rank and on all its peers. Must be called before all other methods. An
-  // exported program needs the check: it may run on other devices, or in another device
-  // order, than it was lowered for.
+  // Enqueues a check that the u32 at `partition` is `expected`. If it is not, the call
+  // fails on this rank and on all its peers. Must be called before all other methods.
+  // An exported program needs this check, because it may run on other devices, or on
+  // the devices in another order, than it was lowered for.
   void CheckPartition(CUdeviceptr partition, uint32_t expected);
 
   // Returns the distance between slots in the heap, in bytes: `slot_bytes` rounded up.
@@ -133,24 +133,25 @@ class CudaSlots : public Transport {
   void Release(int slot) override {}
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
   // Waits for only one slot of each peer per call, because a peer frees all its slots
-  // at once.
+  // together.
   void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) override;
   // Before EndCall, the caller must make the stream wait for all work that reads a
   // slot, because the peers may overwrite the slots afterwards.
   void EndCall() override;
-  // Enqueues the end of the call, which frees this rank's slots for its peers or, if
-  // the rank has failed, fills `results` with NaN. Must be called after all work that
-  // writes the results has been enqueued.
+  // Enqueues the end of the call, which frees this rank's slots for its peers. If the
+  // rank has failed, it fills `results` with NaN instead. Must be called after all work
+  // that writes the results has been enqueued.
   void Finish(std::span<const NanFill::Result> results);
 
   // Enqueues one kernel that all-reduces `sum` (all_reduce_params.h). It must be the
-  // only communication of the call. Slot d - 1 of rank r receives the partial sums of
-  // rank r - d modulo P, the number of ranks.
+  // only communication of the call. With P ranks, slot d - 1 of rank r receives the
+  // partial sums of rank (r - d) modulo P.
   void AllReduce(const AllReduceSum& sum, const WaitReason& reason);
 
-  // Sums this rank's part of `range`, 1 / num_ranks() of it, over all ranks, adds the
-  // addends, and stores the sums on every rank. Processes whole vectors of
-  // kMulticastBytes, so bytes after the last element may change, too.
+  // Sums a part of `range` over all ranks, adds the addends, and stores the sums on
+  // every rank. Each rank sums a different part of about 1 / num_ranks() of the
+  // elements. The kernel processes vectors of kMulticastBytes, so it may also change
+  // bytes after the last element.
   void SumByMulticast(const MulticastRange& range);
 
  private:
@@ -159,10 +160,11 @@ class CudaSlots : public Transport {
   WaitingCall WaitingCallOf(double timeout_s) const;
   // Enqueues a kernel that sends the pending signals, then waits for `flags` in this
   // rank's memory. If `ahead` is true, it waits until the peers have filled slots in
-  // this call, otherwise until they have ended their previous call.
+  // this call. If `ahead` is false, it waits until the peers have ended their previous
+  // call.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
   // Enqueues kernels that send pending signals until at most `num_left` signals remain.
-  // The kernel of the next wait sends these.
+  // The kernel of the next wait can send the remaining signals.
   void SendSignals(size_t num_left);
   AwaitedFlag FlagOf(CUdeviceptr flag, const PeerSlot& slot, uint32_t slot_index) const;
 
@@ -172,8 +174,8 @@ class CudaSlots : public Transport {
   const CallIds call_;
   const SlotAddresses slots_;
   const SlotStream stream_;
-  // Indexed by peer: whether this call has already waited for the peer's slots to be
-  // free.
+  // Whether this call has already waited until the peer's slots are free. Indexed by
+  // peer.
   std::vector<bool> is_free_;
   bool is_announced_ = false;  // whether a wait has announced this call to the peers
   std::vector<FlagTarget> signals_;  // that have not been sent

@@ -76,8 +76,8 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
 }
 
 // Allocates heaps that can be shared as file descriptors and as fabric handles, if the
-// devices support both. If this fails, tries again without fabric handles, which need
-// an IMEX channel.
+// devices support both. If the allocation fails, tries again without fabric handles,
+// because they need an IMEX channel, which the system may lack.
 void CudaEndpoint::TryVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -122,8 +122,8 @@ void CudaEndpoint::TryVirtual() {
   }
 }
 
-// Tests CUDA IPC. If the heaps exist and can be shared in a better mode, exports a
-// small allocation; otherwise allocates the heaps for CUDA IPC and exports them.
+// Tests CUDA IPC. If TryVirtual has allocated the heaps, exports a small allocation as
+// the test. Otherwise allocates the heaps for CUDA IPC and exports them.
 void CudaEndpoint::TryIpc() {
   try {
     if (heaps_) {
@@ -134,9 +134,9 @@ void CudaEndpoint::TryIpc() {
     }
     capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // If the heaps exist, the failed allocation was the small one, which only means
-    // that CUDA IPC is not available. Otherwise there is no memory for the heaps, so
-    // the connection fails.
+    // If the heaps already exist, the test with a small allocation has failed, so this
+    // process only lacks CUDA IPC. If the heaps do not exist, there is no memory for
+    // them, so the connection fails.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

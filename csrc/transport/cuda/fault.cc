@@ -9,8 +9,9 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the error text about a rank that runs a program on the wrong device, without
-// the rank: " runs partition 1, which is that of device 6: ...".
+// Returns the end of the error text about a rank that runs a program on the wrong
+// device, such as " runs partition 1, which is that of device 6: ...". The name of the
+// rank precedes it.
 std::string DescribeMisplaced(uint32_t partition, const std::vector<int64_t>& devices) {
   std::ostringstream text;
   text << " runs partition " << partition;

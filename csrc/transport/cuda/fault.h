@@ -11,12 +11,12 @@
 
 namespace jax_ub {
 
-// Returns the code of a record that a device may be writing. Unless it is
-// ErrorRecord::kNone, the other members of the record are complete.
+// Returns the code of a record, while a device may be filling the record. If the code
+// is not ErrorRecord::kNone, the other members of the record are complete.
 uint32_t CodeOf(const ErrorRecord& record);
 
-// Sets `poisoned` in a rank's error record, which tells its device that all waits of
-// the rank must fail.
+// Sets `poisoned` in the error record of a rank. The rank's device reads it and makes
+// all waits of the rank fail.
 void SetPoisoned(ErrorRecord& record);
 
 // Returns whether the record states the cause of a failure. Returns false if it only
@@ -32,10 +32,10 @@ struct CallSiteName {
   bool operator==(const CallSiteName&) const = default;
 };
 
-// Converts an error record to a DeadlineError or a CommunicatorError. Its code must not
-// be kNone. `site` is the call site in the record. `name_of` returns a text such as
-// "rank 2 (process 1, pid 123)" for a rank; `call_of` returns one such as "matmul:
-// matmul by ... (call site jit_f/0)" for a tag.
+// Converts an error record, whose code must not be kNone, to a DeadlineError or a
+// CommunicatorError. `site` is the call site in the record. `name_of` returns the name
+// of a rank, such as "rank 2 (process 1, pid 123)". `call_of` returns the description
+// of the call with a tag, such as "matmul: matmul by ... (call site jit_f/0)".
 std::exception_ptr DescribeFault(const ErrorRecord& record,
                                  const CallSiteName& site,
                                  const std::function<std::string(int)>& name_of,

@@ -7,8 +7,8 @@
 namespace jax_ub::gpu {
 namespace {
 
-// Signals to the peers, one per thread: stores `word` in the peer's flag. If this rank
-// has failed, stores `failed` in the peer's `poison` instead.
+// Sends one signal per thread: stores `word` in the flag of a peer. If this rank has
+// failed, stores `failed` in the peer's `poison` instead.
 __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t failed) {
   if (threadIdx.x >= signals.num_targets) return;
   const FlagTarget& target = signals.targets[threadIdx.x];
@@ -19,8 +19,8 @@ __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t fa
   }
 }
 
-// Sends the pending signals of this rank, then announces the call to the peers, as the
-// first half of jax_ub_wait.
+// Sends the pending signals of this rank, then announces the call to the peers. This is
+// the first part of jax_ub_wait.
 __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& words) {
   SignalAll(params.signals, words.current, words.failed);
   // A failed rank must not announce calls: its epoch does not advance, so it would
@@ -30,20 +30,21 @@ __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& wor
   }
 }
 
-// Waits until the peers have set the awaited flags, with one thread per flag, as the
-// second half of jax_ub_wait.
+// Waits until the peers have set the awaited flags, with one thread per flag. This is
+// the second part of jax_ub_wait.
 __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_flags || words.failed != 0) return;
   WaitFor(params.waiting, params.flags[threadIdx.x],
           params.ahead != 0 ? words.current : words.epoch, words.current);
 }
 
-// Ends a call in jax_ub_end. If the rank has not failed, advances the epoch and lets
-// the peers write its slots again; otherwise reports the failure to them. Returns true
-// in thread 0 if the rank has failed.
+// Ends a call in jax_ub_end. If the rank has not failed, advances the epoch and frees
+// this rank's slots for the peers. If the rank has failed, reports the failure to the
+// peers. Returns true in thread 0 if the rank has failed.
 __device__ bool EndCall(const EndParams& params) {
-  // Each thread signals one peer. If `poison` is written after some threads have loaded
-  // it, their peers learn of the failure only from a later kernel of this rank.
+  // Each thread signals one peer. A peer may store `poison` after some threads have
+  // loaded it. The peers that these threads signal then learn of the failure only from
+  // a later kernel of this rank.
   const uint64_t poison = LoadRelaxed(params.own.poison);
   const CallWords words = LoadCall(params.own, params.tag);
   uint64_t failed = words.failed;

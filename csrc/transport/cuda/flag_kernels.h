@@ -1,6 +1,6 @@
-// Launches the flag kernels (flag_kernels.cu). With them a stream signals and waits for
-// copies of other ranks without the host, also in a replayed CUDA graph. The kernels
-// that signal and wait have one warp.
+// Launches the flag kernels (flag_kernels.cu). With these kernels, the streams of the
+// ranks signal to each other and wait for each other without the host, also in a
+// replayed CUDA graph. The kernels that signal and wait have one warp.
 #pragma once
 
 #include <cuda.h>
@@ -13,9 +13,9 @@ namespace jax_ub {
 
 // The flag kernels, loaded in the CUDA context that is current at construction.
 //
-// The constructor loads all kernels at once, because loading one later would
-// synchronize with a wait kernel that is running. Thread-safe. The calling thread must
-// have the same context current.
+// The constructor loads all kernels. Loading a kernel later would synchronize with the
+// device, on which a wait kernel may be running. Thread-safe. The same context must be
+// current on each thread that calls a method.
 class FlagKernels {
  public:
   explicit FlagKernels(const Driver& driver);

@@ -16,7 +16,8 @@
 
 namespace jax_ub {
 
-// Distance between two flags in a rank's heap, in bytes: one cache line each.
+// Distance between two flags in a rank's heap, in bytes. Each flag has its own cache
+// line.
 inline constexpr int64_t kFlagLineBytes = 128;
 
 inline constexpr int kMaxRanks = 16;
@@ -26,15 +27,16 @@ inline constexpr int kTagBits = 24;
 inline constexpr uint64_t kTagMask = (uint64_t{1} << kTagBits) - 1;
 
 // Format of the words RankWords::failed and RankWords::poison. Bits 15 ... 0 are 1 +
-// the rank that failed first: a rank that a peer notified passes on the peer's word. If
-// ranks made different calls, the upper bits are the tags of two of these calls, with
-// kTagBits each.
+// the rank that failed first. A rank that learns of the failure from a peer passes on
+// the peer's word. If ranks made different calls, the upper bits are the tags of two of
+// these calls, with kTagBits each.
 inline constexpr int kFailedRankBits = 16;
 inline constexpr uint64_t kFailedRankMask = (1 << kFailedRankBits) - 1;
 
-// Why a rank failed. It is in host memory that the rank's device has mapped, and
-// initially zero. At the first failure of the rank, the device fills all members except
-// `poisoned`, and stores `code` last, with release. Only the host writes `poisoned`.
+// The reason why a rank failed. It is in host memory that the rank's device has mapped,
+// and is initially zero. At the first failure of the rank, the device fills all members
+// except `poisoned`, and stores `code` last, with release. Only the host writes
+// `poisoned`.
 struct ErrorRecord {
   static constexpr uint32_t kNone = 0;
   static constexpr uint32_t kDeadline = 1;    // a wait reached its deadline
@@ -52,17 +54,18 @@ struct ErrorRecord {
   uint64_t waited_ns;
   uint32_t partition;  // for kMisplaced: the partition that the rank runs
   uint32_t poisoned;   // not 0: every wait of the rank ends
-  // If ranks made different calls, the tags of two of them; otherwise 0. `tag` is the
-  // call of the rank that detected it (this rank, or `peer` for kPeerFailed), and
-  // `other_tag` is the call of the rank with which it compared.
+  // If ranks made different calls, the tags of two of these calls; otherwise 0. One
+  // rank compared its call with the call of another rank: `tag` is its call, and
+  // `other_tag` is the call of the other rank. For kPeerFailed, the rank that compared
+  // is `peer`.
   uint32_t tag;
   uint32_t other_tag;
 
   static constexpr uint32_t kNoSlot = UINT32_MAX;
 };
 
-// Addresses of a rank's state, which its flag kernels read and write: three 64-bit
-// words in device memory, and the error record in host memory.
+// Addresses of a rank's state, which its flag kernels read and write. `epoch`, `failed`
+// and `poison` are 64-bit words in device memory; the error record is in host memory.
 struct RankWords {
   uint64_t epoch;   // the number of calls that this rank ended, and the tag of the last
   uint64_t failed;  // *failed is not 0: this rank has failed
@@ -70,22 +73,22 @@ struct RankWords {
   uint64_t error;   // the rank's ErrorRecord
 };
 
-// Where a rank sends a signal to a peer: the address of a flag, and the address of the
-// peer's `poison`, to which the rank writes instead if it has failed.
+// The addresses for a signal from a rank to a peer. The rank sets the flag or, if it
+// has failed, writes the peer's `poison` instead.
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;
 };
 
-// The addresses of one word per peer: its `poison`, or the word in which this rank
-// announces its calls to the peer.
+// The addresses of one word for each peer. The words are the `poison` of the peers, or
+// the words in which this rank announces its calls to the peers.
 struct PeerWords {
   uint32_t num_peers;
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The flags in peers' memory that a kernel sets. Their new value identifies this call:
-// the tag of the call site, and an epoch that is one greater than that in *epoch.
+// The flags in peers' memory that a kernel sets. Their new value identifies this call
+// by the tag of the call site and by an epoch, which is the epoch in *epoch plus 1.
 //
 // A rank that has failed writes its word `failed` to `poison` instead, so that no peer
 // uses data that has not arrived.
@@ -127,14 +130,15 @@ struct EndParams {
   NanFill nan_fill;
 };
 
-// The parameters of jax_ub_fill_nan. It runs after jax_ub_end, if there are more
-// results than jax_ub_end can fill.
+// The parameters of jax_ub_fill_nan. This kernel runs after jax_ub_end if there are
+// more results than jax_ub_end can fill.
 struct NanFillParams {
   RankWords own;
   NanFill nan_fill;
 };
 
-// A flag for which a rank waits, and what its ErrorRecord says if the wait fails.
+// A flag for which a rank waits. `peer`, `slot` and `chunk` are stored in the rank's
+// ErrorRecord if the wait fails.
 struct AwaitedFlag {
   uint64_t flag;       // address
   uint64_t announced;  // address: the word in which the peer announces its calls
@@ -153,10 +157,11 @@ struct WaitingCall {
   PeerWords poisons;  // the `poison` of all peers
 };
 
-// The parameters of jax_ub_wait. It first signals as jax_ub_signal does. Then each
-// thread waits until one flag has the expected value. If `ahead` is 1, that is the flag
-// value of this call: the peer has filled a slot. If `ahead` is 0, it is *epoch: the
-// peer has ended its previous call, so its slots are free.
+// The parameters of jax_ub_wait. The kernel first sends signals like jax_ub_signal.
+// Then each thread waits until one flag has the expected value. If `ahead` is 1, the
+// expected value is the flag value of this call, which means that the peer has filled a
+// slot. If `ahead` is 0, it is *epoch, which means that the peer has ended its previous
+// call, so its slots are free.
 //
 // A wait fails after timeout_ns, if the host poisons this rank, if a peer reports a
 // failure, or if the awaited peer announces a different call. It then fills the error
@@ -177,8 +182,9 @@ struct WaitParams {
 };
 
 // The parameters of jax_ub_check_partition, the first kernel of a call in an exported
-// program. Unless the u32 at `partition` is `expected`, it makes the rank fail and
-// writes the peers' `poison`. A failed rank sends no signals, so no peer uses its data.
+// program. If the u32 at `partition` is not `expected`, the kernel makes the rank fail
+// and writes the peers' `poison`. A failed rank sends no signals, so no peer uses its
+// data.
 struct PartitionCheckParams {
   RankWords own;
   uint64_t partition;

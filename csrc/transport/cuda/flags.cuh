@@ -1,9 +1,9 @@
 // Functions of the kernels that exchange flags between ranks, without the host.
 //
-// Memory order: the earlier work of a stream, by kernels and copy engines, happens
-// before the store of a signal, which releases it at system scope. The load of a wait
-// acquires it for the later work of the waiting stream. A wait polls its flag, and
-// checks everything else rarely.
+// Memory order: the store of a signal releases, at system scope, the earlier work of
+// the stream by kernels and copy engines. The load of a wait acquires this work for the
+// later work of the waiting stream. A wait polls its flag often, and everything else
+// rarely.
 #pragma once
 
 #include "platform/cuda/instructions.cuh"
@@ -19,8 +19,8 @@ constexpr uint32_t kLastPauseNs = 512;
 // about a microsecond.
 constexpr uint32_t kIterationsPerCheck = 16;
 
-// The state of a rank, which each kernel of a call loads first. All kernels that change
-// it run on one stream, so it does not change while a kernel runs.
+// The state of a rank, which each kernel of a call loads first. Only kernels on one
+// stream change the state, so it does not change while a kernel runs.
 struct CallWords {
   uint64_t epoch;
   uint64_t current;  // the flag value of this call
@@ -28,7 +28,7 @@ struct CallWords {
 };
 
 // Loads the state of the rank for a call with this tag. The loads need no acquire
-// order, because earlier kernels of the same stream wrote the words.
+// order, because only earlier kernels of the same stream have written the words.
 __device__ CallWords LoadCall(const RankWords& own, uint32_t tag) {
   const uint64_t epoch = LoadRelaxed(own.epoch);
   const uint64_t failed = LoadRelaxed(own.failed);
@@ -54,7 +54,7 @@ __device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
 }
 
 // Fills the rank's error record in host memory. Stores `code` last, because readers
-// check it first.
+// check `code` first.
 __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t code) {
   auto* record = reinterpret_cast<ErrorRecord*>(own.error);
   record->rank = what.rank;
@@ -70,7 +70,7 @@ __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t c
 }
 
 // Records the first failure of this rank, and reports it to the peers. `failed` is the
-// value of RankWords::failed. Does nothing if the rank has failed already.
+// new value of RankWords::failed. Does nothing if the rank has already failed.
 __device__ void Fail(const RankWords& own,
                      const PeerWords& poisons,
                      uint64_t failed,
@@ -86,9 +86,10 @@ __device__ void Fail(const RankWords& own,
   Record(own, what, code);
 }
 
-// Waits until *awaited.flag equals `wanted`. Returns false if this rank fails first:
-// after a timeout, if a peer has failed, or if the call that the peer announces differs
-// from this call, whose flag value is `current`.
+// Waits until *awaited.flag equals `wanted`, and returns true. Returns false if this
+// rank fails first. It fails after the timeout, if the host or a peer reports a
+// failure, or if the peer announces a call that differs from this call, whose flag
+// value is `current`.
 __device__ bool WaitFor(const WaitingCall& waiting,
                         const AwaitedFlag& awaited,
                         uint64_t wanted,

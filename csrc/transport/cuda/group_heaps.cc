@@ -23,8 +23,8 @@ SetupMessage Attempt(const Function& function) {
   }
 }
 
-// Returns the first failure that the processes' messages report, or "". `messages` is
-// indexed by process index.
+// Returns the failure that the first of the processes' messages reports, or "" if no
+// message reports a failure. `messages` is indexed by process index.
 std::string RejectionIn(const ProcessGroup& group,
                         const std::vector<SetupMessage>& messages) {
   for (size_t process_index = 0; process_index < messages.size(); ++process_index) {
@@ -147,8 +147,8 @@ void GroupHeaps::Import(SharingMode mode,
   others_ = std::vector<PeerHeaps>(group.num_processes());
   for (int process_index = 0; process_index < group.num_processes(); ++process_index) {
     if (process_index == group.own()) continue;
-    // A process of another host has no connection to this one, so its handles are taken
-    // from its capabilities.
+    // A process of another host has no connection to this process, so its handles are
+    // in its capabilities.
     if (exported[process_index].text.empty()) {
       exported[process_index].text =
           capabilities_of.at(group.process_ids()[process_index])
@@ -201,8 +201,8 @@ std::string GroupHeaps::BindHere(const HeapLayout& layout, const ProcessGroup& g
 
 // Binds the heaps of all processes to one multicast object, in several steps. After
 // each step, the processes exchange its outcome. The exchange is also a barrier, which
-// the driver requires: binding blocks until all devices were added, and no device may
-// use the object before all heaps are bound.
+// the driver requires: binding blocks until all devices have been added, and no device
+// may use the object before all heaps are bound.
 std::string GroupHeaps::BindWithAll(SharingMode mode,
                                     const ProcessGroup& group,
                                     const HeapLayout& layout,

@@ -20,8 +20,8 @@
 namespace jax_ub {
 
 // The heaps of all ranks of a group, mapped for the devices of this process. With
-// `nvls`, they are also bound to a multicast object. If this fails for any rank, no
-// rank uses multicast, and fallbacks() has the reason.
+// `nvls`, the heaps are also bound to a multicast object. If binding fails for any
+// rank, no rank uses multicast, and fallbacks() has the reason.
 class GroupHeaps {
  public:
   // Makes a group whose ranks are all in this process. Rank r uses the device with
@@ -32,9 +32,9 @@ class GroupHeaps {
                               const ProcessGroup& group,
                               bool nvls);
 
-  // Tries the sharing modes in `decision` until all processes have mapped all heaps.
-  // `capabilities_of` is keyed by process. Throws UnsupportedError if no mode works,
-  // and the errors of SetupExchange::Exchange.
+  // Tries the sharing modes in `decision` in order, until all processes have mapped all
+  // heaps with one of them. `capabilities_of` is keyed by process. Throws
+  // UnsupportedError if no mode works, and the errors of SetupExchange::Exchange.
   static GroupHeaps Shared(std::unique_ptr<LocalDevices> devices,
                            LocalHeaps own,
                            const ProcessGroup& group,
@@ -52,11 +52,11 @@ class GroupHeaps {
   const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
   // Returns the size of all heaps of local ranks, in bytes.
   int64_t size_bytes() const { return own_.size_bytes(); }
-  // Returns the addresses of all ranks' heaps for the device of this process's n-th
-  // rank. Indexed by rank.
+  // Returns the addresses of all ranks' heaps, indexed by rank. They are valid on the
+  // device of this process's n-th rank.
   std::span<const RankSlotAddress> addresses(int n) const { return addresses_[n]; }
-  // Returns the multicast address of the heaps, valid on all devices of this process.
-  // 0: there is no multicast.
+  // Returns the multicast address of the heaps, which is valid on all devices of this
+  // process. 0: there is no multicast.
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
 
   // Frees the heaps of the local ranks, and unmaps the heaps of the peers.
@@ -68,8 +68,8 @@ class GroupHeaps {
  private:
   GroupHeaps() = default;
 
-  // Maps all heaps with one sharing mode. Returns "" or, in all processes, the reason
-  // why a process failed.
+  // Maps all heaps with one sharing mode. If a process fails, returns the reason in all
+  // processes. Otherwise returns "".
   std::string ShareBy(SharingMode mode,
                       const ProcessGroup& group,
                       const HeapLayout& layout,
@@ -83,8 +83,8 @@ class GroupHeaps {
               std::vector<SetupMessage>& exported);
   void FindAddresses(const ProcessGroup& group);
 
-  // Bind the heaps of all ranks to a multicast object: BindHere for a group within this
-  // process, BindWithAll for a group of several processes. Both return "", or the
+  // Bind the heaps of all ranks to a multicast object. BindHere is for a group within
+  // this process, BindWithAll for a group of several processes. Both return "", or the
   // reason why there is no multicast.
   std::string BindHere(const HeapLayout& layout, const ProcessGroup& group);
   std::string BindWithAll(SharingMode mode,

@@ -1,4 +1,4 @@
-// The layout of a rank's heap: the flags, which mostly peers write, and then the slots.
+// The layout of a rank's heap. The flags, which mostly peers write, precede the slots.
 //
 //   arrived[kMaxSlots] | freed[kMaxRanks] | announced[kMaxRanks] |
 //   epoch | failed | poison | padding | slots

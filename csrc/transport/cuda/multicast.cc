@@ -14,9 +14,9 @@ CUmulticastObjectProp PropertiesOf(const MulticastShape& shape) {
   return properties;
 }
 
-// Returns the granularity of multicast memory, in bytes. Uses the minimum, which is 2
-// MiB on current GPUs, like the pages of heaps. The recommended granularity, hundreds
-// of MiB, would waste memory.
+// Returns the granularity of multicast memory, in bytes. Uses the driver's minimum,
+// which is 2 MiB on current GPUs, like the page size of heaps. The granularity that the
+// driver recommends is hundreds of MiB, which would waste memory.
 size_t GranularityOf(const Driver& driver, const MulticastShape& shape) {
   const CUmulticastObjectProp properties = PropertiesOf(shape);
   size_t granularity = 0;

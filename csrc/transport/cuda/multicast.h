@@ -1,6 +1,6 @@
-// A multicast object, which makes all ranks' heaps accessible at one address. The
-// NVLink switch (NVLS) stores a value that is stored at this address in each heap, and
-// returns the sum of all heaps for a load. Only multicast instructions
+// A multicast object, which makes the heaps of all ranks accessible at one address. For
+// a store to this address, the NVLink switch (NVLS) stores the value in every heap. For
+// a load, it returns the sum over all heaps. Only multicast instructions
 // (platform/cuda/instructions.cuh) may use the address.
 //
 //   one process     Create
@@ -24,8 +24,8 @@
 
 namespace jax_ub {
 
-// The heap of one device that is bound to a multicast object; closing the handle
-// unbinds it.
+// The heap of one device that is bound to a multicast object. Closing the handle
+// unbinds the heap.
 struct BoundMemory {
   CUmemGenericAllocationHandle object = 0;
   CUdevice device = 0;

@@ -11,7 +11,8 @@ extern const unsigned char kMulticastKernels[];
 
 namespace {
 
-// Default number of thread blocks. It leaves most multiprocessors to concurrent GEMMs.
+// Default number of thread blocks. It is small, so that most multiprocessors remain
+// available to concurrent GEMMs.
 constexpr int kDefaultBlocks = 32;
 
 }  // namespace

@@ -1,11 +1,11 @@
-// Sums over all devices' memory with the NVLink switch. For each vector of its part, a
-// rank loads the sum over all devices with one instruction, and stores it on all
-// devices with one instruction.
+// Sums vectors over the memory of all devices with the NVLink switch. For each vector
+// of its part, a rank loads the sum over all devices with one instruction, and stores
+// the sum on all devices with one instruction.
 //
 // The GEMMs that wrote the partial sums and the copies that read the results use
-// ordinary addresses of the same memory. Flags order these accesses and the kernel. The
-// two fences make the order hold between ordinary and multicast addresses: after the
-// wait for the peers, and before the signal to them.
+// ordinary addresses of the same memory. Flags order these accesses before and after
+// the kernel. The two fences of the kernel make this order also hold between ordinary
+// and multicast addresses.
 
 #include "platform/cuda/instructions.cuh"
 #include "transport/cuda/multicast_params.h"
@@ -13,8 +13,8 @@
 namespace jax_ub::gpu {
 namespace {
 
-// Number of independent loads that a thread issues before it uses their results, to
-// hide the latency of the NVLink switch, about a microsecond.
+// Number of independent loads that a thread issues before it uses their results. This
+// hides the latency of the NVLink switch, which is about a microsecond.
 constexpr int kInFlight = 4;
 // Number of 32-bit words in a vector of 16 bytes. A word is one f32 element or a pair
 // of 16-bit elements.
@@ -36,7 +36,7 @@ __device__ float Load(const SumAddend& addend, int64_t element) {
 }
 
 // Returns `sum` plus the addends (such as a bias) of the element with index `element`,
-// added in order. From index num_elements on, there are no addends.
+// in order. Elements from index num_elements on have no addends.
 __device__ float Added(const MulticastSumParams& params, int64_t element, float sum) {
   if (element >= params.num_elements) return sum;
   for (uint32_t i = 0; i < params.num_addends; ++i) {

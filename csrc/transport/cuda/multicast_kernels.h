@@ -10,8 +10,8 @@
 namespace jax_ub {
 
 // The multicast kernels, loaded in the CUDA context that is current at construction.
-// Its device must support multicast. Thread-safe. The calling thread must have the same
-// context current.
+// The device of the context must support multicast. Thread-safe. The same context must
+// be current on each thread that calls Sum.
 class MulticastKernels {
  public:
   explicit MulticastKernels(const Driver& driver);

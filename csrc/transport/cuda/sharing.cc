@@ -14,7 +14,7 @@ namespace {
 constexpr CUmemAllocationHandleType kFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 constexpr CUmemAllocationHandleType kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
 
-// Decodes a driver handle, an opaque struct, from hexadecimal digits.
+// Decodes a driver handle, which is an opaque struct, from hexadecimal digits.
 template <typename Handle>
 Handle HandleOf(const std::string& hex, const std::string& peer) {
   Handle handle;
@@ -26,8 +26,9 @@ Handle HandleOf(const std::string& hex, const std::string& peer) {
   return handle;
 }
 
-// Sets all flags of the heap at `base` to zero. Uses a separate stream and synchronizes
-// only with it, because kernels on other streams may be waiting for this process.
+// Sets all flags of the heap at `base` to zero. Uses and synchronizes a separate
+// stream. Other streams may have kernels that wait for this process, so synchronizing
+// them would block.
 void ZeroFlags(const Context& context, CUdeviceptr base) {
   const Driver& driver = context.driver();
   const ScopedContext scoped(driver, context.get());
@@ -61,7 +62,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer) {
   if (mode == SharingMode::kVmm) {
-    // The driver expects the file descriptor's number, cast to a pointer.
+    // The driver expects the number of the file descriptor, cast to a pointer.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }
@@ -136,8 +137,8 @@ LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
 }
 
 LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
-  // The size is rounded up to blocks of 2 MiB, because an IPC handle exports a whole
-  // block, which no other allocation may share.
+  // The size is rounded up to blocks of 2 MiB. An IPC handle exports a whole block, so
+  // no other allocation may be in the block.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
   LocalHeaps heaps;

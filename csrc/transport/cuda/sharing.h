@@ -18,9 +18,9 @@
 
 namespace jax_ub {
 
-// Exports memory to other processes. Returns its handle, in hexadecimal digits. In mode
-// kVmm, appends a file descriptor to `passed` instead, and returns "". Throws
-// SystemError.
+// Exports memory to other processes. Returns its handle in hexadecimal digits. In mode
+// kVmm, the handle is a file descriptor instead: it is appended to `passed`, and the
+// result is "". Throws SystemError.
 std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
@@ -33,8 +33,8 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer);
 
-// The devices of this process's ranks, with an error record per rank. Ranks may share a
-// device. The parameter `n` counts the ranks of this process.
+// The devices of this process's ranks, with an error record for each rank. Several
+// ranks may share a device. `n` is the index of a rank among the ranks of this process.
 class LocalDevices {
  public:
   // `ordinals` has the device ordinals of this process's ranks, ascending by rank.
@@ -48,8 +48,8 @@ class LocalDevices {
   const std::vector<Context>& contexts() const { return contexts_; }
   const std::vector<CUdevice>& devices() const { return devices_; }
 
-  // Returns why a device cannot access the memory of another one, such as "GPU 0 cannot
-  // access GPU 1 ...", or "" if all can.
+  // Returns why a device cannot access the memory of another device, such as "GPU 0
+  // cannot access GPU 1 ...". Returns "" if all devices can access each other's memory.
   std::string UnreachableReason() const;
   // Enables access from each device to memory of the other devices.
   void EnablePeerAccess() const;
@@ -75,9 +75,10 @@ class LocalDevices {
 class LocalHeaps {
  public:
   LocalHeaps() = default;
-  // Allocates the heaps by virtual memory management, for export by `handle_types`, a
-  // mask of CUmemAllocationHandleType. Throws SystemError if the driver refuses, and
-  // CommunicatorError if a device is out of memory.
+  // Allocates the heaps by virtual memory management. They can be exported as each
+  // handle type in `handle_types`, a mask of CUmemAllocationHandleType. Throws
+  // SystemError if the driver refuses, and CommunicatorError if a device is out of
+  // memory.
   static LocalHeaps Virtual(const LocalDevices& devices,
                             int64_t size_bytes,
                             unsigned handle_types);
@@ -95,8 +96,9 @@ class LocalHeaps {
   // them. Throws SystemError.
   SetupMessage Export(SharingMode mode) const;
 
-  // Keeps memory to which a peer may still write until the process exits. Virtual
-  // memory needs no such care: the driver keeps it as long as a peer has it mapped.
+  // Keeps memory to which a peer may still write. It is freed when the process exits.
+  // Virtual memory need not be kept, because the driver keeps it while a peer has it
+  // mapped.
   void FreeAtExit();
 
  private:
@@ -118,7 +120,7 @@ struct OpenedIpcHandleTraits {
   static void Close(const Driver& driver, Value opened) noexcept;
 };
 
-// The heaps of another process's ranks, mapped in this process.
+// The heaps of the ranks of another process, mapped in this process.
 class PeerHeaps {
  public:
   PeerHeaps() = default;
@@ -132,8 +134,9 @@ class PeerHeaps {
             int64_t size_bytes,
             const std::string& peer);
 
-  // Returns the address of the heap of the process's n-th rank, for the device
-  // LocalDevices::contexts[device_index]. The address may differ between devices.
+  // Returns the address of the heap of the other process's n-th rank. The address is
+  // valid on the device of LocalDevices::contexts()[device_index], and may differ
+  // between devices.
   CUdeviceptr base(int device_index, int n) const {
     return bases_[bases_.size() == 1 ? 0 : device_index][n];
   }
@@ -154,8 +157,8 @@ class PeerHeaps {
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
   std::vector<DriverHandle<OpenedIpcHandleTraits>> opened_;
-  // Addresses of the heaps: bases_[own device][rank of the other process]. Has one row
-  // if all devices have the same addresses.
+  // Addresses of the heaps: bases_[device of this process][rank of the other process].
+  // If all devices have the same addresses, there is only one row.
   std::vector<std::vector<CUdeviceptr>> bases_;
 };
 

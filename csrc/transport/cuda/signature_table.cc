@@ -23,8 +23,8 @@ uint32_t GpuCallSignature::tag() const {
   return std::max<uint32_t>(hash & kTagMask, 1);
 }
 
-// The rejection is the last part, because SendMessage cuts the end of long messages,
-// and only the rejection may be incomplete.
+// The rejection is the last part. SendMessage cuts the end of long messages, and an
+// incomplete rejection is harmless.
 std::string GpuCallSignature::Pack() const {
   std::string packed = std::to_string(rank);
   for (const std::string* text : {&site, &call, &rejection}) {

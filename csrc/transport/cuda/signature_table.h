@@ -1,7 +1,6 @@
-// Compares the call signatures of the ranks of a group. Each rank sends its signature
-// of a call site to all processes when it is ready to run it or rejects it. Every
-// process compares the signatures that it has received, and no rank waits for the
-// result.
+// Compares the call signatures of the ranks of a group. When a rank is ready to run a
+// call site, or rejects its call, it sends its signature to all processes. Every
+// process compares the signatures that it has received. No rank waits for the result.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +13,7 @@
 
 namespace jax_ub {
 
-// The call that a rank makes at a call site. The ranks compare these signatures to
+// The call that a rank makes at a call site. The ranks compare their signatures to
 // detect that they make different calls.
 struct GpuCallSignature {
   int rank = 0;
@@ -24,15 +23,15 @@ struct GpuCallSignature {
 
   bool operator==(const GpuCallSignature&) const = default;
 
-  // Returns the part of a flag that identifies the call (flag_params.h): a hash of
-  // `site` and `call` that is never 0. Two call sites have the same tag with
-  // probability 2^-24. If ranks run two such calls in a different order, waits do not
+  // Returns the part of a flag that identifies the call (flag_params.h). It is a hash
+  // of `site` and `call`, and never 0. Two call sites have the same tag with
+  // probability 2^-24. If ranks run two such calls in different orders, waits do not
   // detect it.
   uint32_t tag() const;
 
   // Encodes the signature as the text of a message to other processes.
   std::string Pack() const;
-  // Decodes the text that Pack returned. Returns nullopt if it is not valid.
+  // Decodes the text that Pack returned. Returns nullopt if the text is not valid.
   static std::optional<GpuCallSignature> Unpack(std::string_view packed);
 };
 
@@ -40,20 +39,20 @@ class SignatureTable {
  public:
   explicit SignatureTable(int num_ranks) : num_ranks_(num_ranks) {}
 
-  // Adds a signature, and compares it with the signatures of other ranks. For each
-  // site, the n-th signatures of all ranks are compared, in any order of arrival.
-  // Returns a signature that contradicts the new one: it describes a different call, or
-  // only one of the two ranks rejects the call. Returns nullopt if no signature
-  // contradicts it.
+  // Adds a signature, and compares it with the signatures of other ranks. For each call
+  // site, the n-th signatures of all ranks are compared, in any order of arrival. Two
+  // signatures contradict each other if they describe different calls, or if only one
+  // of the two ranks rejects the call. Returns a signature that contradicts the new
+  // one, or nullopt if there is none.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
-  // For tests: returns the number of call sites for which some ranks have not sent their
-  // signatures yet.
+  // Returns the number of call sites for which some ranks have not sent their
+  // signatures yet. Tests use it.
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  // The signatures of each rank that have not been compared with those of all other
-  // ranks yet, indexed by rank.
+  // The signatures of each rank that have not been compared with the signatures of all
+  // other ranks yet. Indexed by rank.
   using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;

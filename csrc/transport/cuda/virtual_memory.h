@@ -1,5 +1,5 @@
-// Device memory that is allocated with the driver's virtual memory management: physical
-// memory, which other processes may import, mapped to a range of addresses that the
+// Device memory that is allocated with the driver's virtual memory management. Physical
+// memory, which other processes may import, is mapped to a range of addresses that the
 // devices of this process can access.
 #pragma once
 
@@ -55,9 +55,9 @@ struct MappedRangeTraits {
 class Mapping {
  public:
   Mapping() = default;
-  // Reserves a range of addresses, maps `memory` there, and lets the devices
-  // `accessed_by` read and write it. `alignment` of the range may be 0, the driver's
-  // default. Throws SystemError.
+  // Reserves a range of addresses, maps `memory` there, and lets the devices in
+  // `accessed_by` read and write it. The range is aligned to `alignment` bytes, or to
+  // the driver's default if `alignment` is 0. Throws SystemError.
   Mapping(const Driver& driver,
           CUmemGenericAllocationHandle memory,
           size_t size_bytes,
@@ -73,8 +73,8 @@ class Mapping {
   DriverHandle<MappedRangeTraits> mapped_;
 };
 
-// Returns the error for a heap that exceeds a device's free memory, with advice on what
-// to change. `text` is the error of the driver.
+// Returns the error for a heap that does not fit into the free memory of a device. The
+// error says what to change. `text` is the error of the driver.
 CommunicatorError NoRoom(int64_t size_bytes, const std::string& text);
 
 // Physical memory and the addresses at which this process has mapped it.
@@ -82,17 +82,17 @@ class VirtualMemory {
  public:
   VirtualMemory() = default;
 
-  // Allocates uninitialized memory on a device and maps it for the devices
-  // `accessed_by`. Other processes can import it by `handle_types`, a mask of
-  // CUmemAllocationHandleType. Throws CommunicatorError if the device is out of memory,
-  // and SystemError for other errors of the driver.
+  // Allocates uninitialized memory on a device and maps it for the devices in
+  // `accessed_by`. Other processes can import it by each handle type in `handle_types`,
+  // a mask of CUmemAllocationHandleType. Throws CommunicatorError if the device is out
+  // of memory, and SystemError for other errors of the driver.
   static VirtualMemory Create(const Driver& driver,
                               CUdevice device,
                               int64_t size_bytes,
                               unsigned handle_types,
                               std::span<const CUdevice> accessed_by);
 
-  // Maps `size_bytes` of imported memory for the devices `accessed_by`. Throws
+  // Maps `size_bytes` of imported memory for the devices in `accessed_by`. Throws
   // SystemError.
   VirtualMemory(PhysicalMemory memory,
                 size_t size_bytes,
