@@ -21,8 +21,8 @@
 
 namespace jax_ub {
 
-// A matrix of bytes to send. Each row is contiguous. The receiver gets the rows without
-// the gaps between them.
+// A matrix of bytes to send. Each row is contiguous, but there may be gaps between
+// rows, which are not sent.
 struct Rows {
   const std::byte* data = nullptr;
   int64_t num_rows = 0;
@@ -31,12 +31,12 @@ struct Rows {
   int64_t slot_offset = 0;  // where the packed rows begin in a slot, in bytes
 };
 
-// The timeout of a wait, and what its error message says.
+// The timeout of a wait, and the parts of the wait's error message.
 struct WaitReason {
   const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
   int chunk = 0;             // -1: all rows, rather than one chunk
   double timeout_s = 0;
-  // Name of the environment variable that sets the timeout.
+  // The environment variable that sets the timeout. The error message names it.
   std::string_view setting = "JAX_UB_TIMEOUT_S";
 };
 
@@ -58,27 +58,28 @@ class Transport {
   // Returns the data in this rank's slot. It may be read between Wait and Release.
   virtual const std::byte* slot(int index) const = 0;
 
-  // Copies `rows` into the peer's slot, without the gaps between them. Must follow
+  // Copies `rows` into the peer's slot, without the gaps between the rows. Must follow
   // WaitFree.
   virtual void Write(int peer, int slot, const Rows& rows) = 0;
-  // Tells the peer that its slot is full: all of its data have been written.
+  // Tells the peer that its slot is full, after all data of the slot have been written.
   virtual void Signal(int peer, int slot) = 0;
 
   // Waits until the peer has filled this rank's slot.
   virtual void Wait(int peer, int slot, const WaitReason& reason) = 0;
-  // Waits for several slots of this rank, with one kernel if the transport uses
-  // kernels.
+  // Waits until peers have filled several slots of this rank. A transport on GPUs waits
+  // for several slots with one kernel.
   virtual void WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) {
     for (const auto& [peer, slot, chunk] : slots) {
       Wait(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
     }
   }
-  // Lets the sender overwrite this rank's slot, which this rank has read.
+  // Allows the sender to overwrite this rank's slot. Called after this rank has read
+  // it.
   virtual void Release(int slot) = 0;
   // Waits until the peer has released its slot, so that this rank may overwrite it.
   virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
-  // Waits until peers have released several slots, with one kernel if the transport
-  // uses kernels.
+  // Waits until peers have released several slots. A transport on GPUs waits for
+  // several slots with one kernel.
   virtual void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) {
     for (const auto& [peer, slot, chunk] : slots) {
       WaitFree(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});

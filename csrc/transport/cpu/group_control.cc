@@ -189,8 +189,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
   AppendRemaining();
 }
 
-// Moves queued entries to the call log. Called after a barrier: if all processes have
-// begun another call there, its entry may be overwritten.
+// Moves queued entries to the call log if it has room. Called after each barrier,
+// because an entry may be overwritten once all processes have begun its call.
 void GroupControl::AppendRemaining() {
   if (own_ != 0) return;
   std::lock_guard lock(call_log_mutex_);

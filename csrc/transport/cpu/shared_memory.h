@@ -104,8 +104,8 @@ class SharedMemoryCommunicator {
   void AppendToCallLog(const CallLogEntry& entry) {
     group_control_.AppendToCallLog(entry);
   }
-  // Waits for the leader's log entry of `call` and returns it. Called by all other
-  // processes.
+  // Waits for the leader's log entry of `call` and returns it. Called by all processes
+  // except the leader.
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason) {
     return group_control_.WaitForLogEntry(call, reason);
   }
@@ -124,10 +124,9 @@ class SharedMemoryCommunicator {
   bool has_arrived(int process, int64_t call) const {
     return group_control_.has_arrived(process, call);
   }
-  // Publishes which calls the ranks of this process have submitted while `call`, which
-  // the leader has logged, is missing. If they never submit `call`, the error messages
-  // of the peers name the submitted calls. Only the first text for a call has an
-  // effect.
+  // Publishes which other calls the ranks of this process have submitted, although
+  // `call` is the next call in the log. If they never submit `call`, the error messages
+  // of the peers name the other calls. Only the first text for a call has an effect.
   void PublishSubmitted(int64_t call, std::string_view text) {
     group_control_.PublishSubmitted(call, text);
   }

@@ -32,7 +32,8 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
     is_lost_.push_back(!peer.connection || peer.has_closed);
     if (peer.has_closed) hooks_.set_lost(p, "");
     if (is_lost_[p]) continue;
-    // In tests, a process may be its own peer. It need not detect its own death.
+    // In tests, a process may be its own peer. Such a process does not watch itself,
+    // because it need not detect its own death.
     const pid_t life = peer.seen_pid == owner_ ? 0 : peer.seen_pid;
     connected.push_back({p, std::move(peer.connection), life});
   }
@@ -77,8 +78,8 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
-      // std::bad_alloc is ignored. The peers then get no message, and their waits end
-      // at the deadline.
+      // If memory is exhausted, the peers get no message, and their waits end at the
+      // deadline.
     }
   }
   is_poisoned_ = true;
@@ -86,8 +87,8 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
 }
 
 void GroupFailure::SetLost(int process, const std::string& how) {
-  // The index comes from a peer's death notice, so it may be invalid, or name a process
-  // that is lost already.
+  // The index comes from a peer's death notice. It may be invalid, or the index of a
+  // process that is already lost.
   if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
   is_lost_[process] = true;
   if (how.empty()) return hooks_.set_lost(process, how);

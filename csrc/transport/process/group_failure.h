@@ -1,8 +1,8 @@
 // Records the first failure of a communicator and propagates it between the processes.
 //
-// A process sends the reason to all peers before it fails its own waits. A peer that
-// then sees the process exit already knows the reason, and does not report the exit
-// instead.
+// A process sends the reason to all peers before its own waits fail. So a peer that
+// then sees this process exit already knows the reason, and reports the reason instead
+// of the exit.
 #pragma once
 
 #include <sys/types.h>
@@ -26,8 +26,8 @@ namespace jax_ub {
 
 class GroupFailure {
  public:
-  // Callbacks to the communicator. `fail_waits` and `set_lost` are called with locks
-  // held, so that reason() is already set when a wait fails. They must not call
+  // Callbacks to the communicator. `fail_waits` and `set_lost` are called while locks
+  // are held, so that reason() is already set when a wait fails. They must not call
   // GroupFailure.
   struct Hooks {
     // Makes all pending and later waits of this process fail with `poison`.
@@ -43,8 +43,8 @@ class GroupFailure {
   GroupFailure(const ProcessGroup& group, Hooks hooks);
   ~GroupFailure();  // in a forked child, sends no message
 
-  // Takes the connections out of `connected_peers` (a result of Handshake::Run, indexed
-  // by process), and starts to watch them. Must be called once, before all other
+  // Moves the connections out of `connected_peers`, a result of Handshake::Run that is
+  // indexed by process, and starts to watch them. Must be called once, before all other
   // methods. From then on, hooks may be called. Throws the errors of
   // PeerConnections::Watch.
   void Watch(std::vector<ConnectedPeer>& connected_peers);
@@ -54,14 +54,14 @@ class GroupFailure {
   void Poison(const std::exception_ptr& reason);
 
   // Returns the first failure, or nullptr. A failure is a poison, the death of a
-  // process, or Close. Without a failure, only loads an atomic.
+  // process, or Close. If there is no failure, this function only loads an atomic.
   std::exception_ptr reason() const;
-  // Sets a callback that is called once, without locks held, when reason() becomes
-  // non-null; or calls it at once if it already is.
+  // Sets a callback that is called once, without locks held, when the first failure
+  // occurs. If there already is a failure, calls it at once.
   void OnReason(std::function<void(const std::exception_ptr&)> callback);
 
-  // Sends a message to all peers. Never blocks: a message is queued while a socket
-  // buffer is full.
+  // Sends a message to all peers. Never blocks: if the socket buffer of a peer is full,
+  // the message is queued.
   void Broadcast(MessageKind kind, std::string_view body) {
     peers_->Broadcast(kind, body);
   }
@@ -90,14 +90,14 @@ class GroupFailure {
   const Hooks hooks_;
   const pid_t owner_;               // the process that created this object
   std::vector<std::string> names_;  // indexed by process
-  // Whether each process is lost or has no connection. Indexed by process. After Watch,
-  // only the thread of peers_ accesses it.
+  // Whether each process is lost, or was never connected. Indexed by process. After
+  // Watch, only the thread of peers_ accesses it.
   std::vector<bool> is_lost_;
   std::atomic<bool> has_sent_close_{false};
   std::atomic<bool> is_closed_{false};
 
-  // Held while a failure is sent to the peers and until this process's waits have
-  // failed. Guards is_poisoned_.
+  // Held from the time when a failure is sent to the peers until the waits of this
+  // process have failed. Guards is_poisoned_.
   std::mutex broadcast_mutex_;
   bool is_poisoned_ = false;
 

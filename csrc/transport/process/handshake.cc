@@ -14,7 +14,7 @@ namespace jax_ub {
 
 namespace {
 
-// Delay before connecting again to a listener whose queue was full.
+// Delay before this process connects again to a listener whose queue was full.
 constexpr std::chrono::milliseconds kRedial(10);
 
 std::string RandomName() {
@@ -72,8 +72,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailExpired(deadline.timeout_s());
     const bool dialed = DialAll(deadline);
-    // If a process is lost, all pending messages are read before the handshake fails,
-    // because the lost process or another one may have sent the reason.
+    // If a process is lost, the handshake fails only after all pending messages were
+    // read, because one of them may have the reason.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_unidentified = unidentified_.size();
@@ -81,7 +81,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
       polled.push_back({unidentified.get(), POLLIN, 0});
     }
     for (const ConnectedPeer& peer : connected_peers_) {
-      // poll() ignores negative descriptors, such as those of peers that have closed.
+      // poll() ignores negative descriptors, so peers that have closed are not polled.
       const int descriptor = peer.has_closed ? -1 : peer.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
@@ -104,7 +104,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
 }
 
 // Connects to all peers to which this process has not connected yet. Returns false if
-// some peers were busy; DialAll must then be called again.
+// some peers were busy. DialAll must then be called again.
 bool Handshake::DialAll(const Deadline& deadline) {
   bool dialed = true;
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
@@ -145,8 +145,8 @@ void Handshake::DialOne(int process_index, const Deadline& deadline) {
 }
 
 void Handshake::Greet(int process_index, const Deadline& deadline) {
-  // Sent::kNo is ignored: if the peer has just died, the next read reports it, with
-  // Arrival::kEnd.
+  // Sent::kNo is ignored. It means that the peer has just died, which the next read
+  // reports as Arrival::kEnd.
   const Sent sent = SendHelloUntil(deadline, connected_peers_[process_index].connection,
                                    HelloTo(process_index), memory_);
   if (sent == Sent::kFull) {
@@ -166,14 +166,14 @@ void Handshake::AcceptAll() {
 }
 
 // Handles the first message on an accepted connection, which identifies the sender.
-// Rejects a connection whose message lacks the token of this process.
+// Closes the connection if the message lacks the token of this process.
 void Handshake::HandleUnidentified(size_t index, const Deadline& deadline) {
   Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;
   FileDescriptor connection = std::move(unidentified_[index]);
   unidentified_.erase(unidentified_.begin() + static_cast<std::ptrdiff_t>(index));
-  // The peer has closed its liveness socket, because the two processes are connected
-  // now.
+  // The connection was a liveness socket, which the peer has closed because the two
+  // processes are connected.
   if (message.arrival == Arrival::kEnd) return;
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);
@@ -188,9 +188,9 @@ void Handshake::HandleUnidentified(size_t index, const Deadline& deadline) {
   }
   ConnectedPeer& peer = connected_peers_[process_index];
   if (process_index < group_.own()) {
-    // Of two processes, the one with the higher index sends the first Hello of a
-    // handshake. This Hello comes from a lower index, so the peer has failed, and sends
-    // the reason in its next message.
+    // In a handshake, the process with the higher index sends the first Hello. Here,
+    // the process with the lower index has sent one. This means that it has failed, and
+    // that its next message has the reason.
     peer.connection = std::move(connection);
     stages_[process_index] = Stage::kLivenessSocket;
     return;
@@ -276,9 +276,9 @@ void Handshake::MarkLost(int process_index, const std::string& how) {
   stages_[process_index] = Stage::kLost;
 }
 
-// Sends the failure to all peers: on connections on which a Hello was sent or received;
-// on liveness sockets, after a Hello that identifies this process; and on accepted
-// connections that have received nothing yet.
+// Sends the failure to all peers. On a liveness socket, first sends a Hello that
+// identifies this process. Also sends the failure on accepted connections that have
+// received nothing yet, because their senders may be peers.
 void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
     const FileDescriptor& connection = connected_peers_[process_index].connection;
@@ -290,8 +290,8 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   try {
     AcceptAll();
   } catch (const SystemError&) {
-    // A connection that cannot be accepted gets no reason. It closes together with the
-    // endpoint.
+    // The error is ignored. Connections that cannot be accepted get no reason, and are
+    // closed when the endpoint closes.
   }
   for (const FileDescriptor& unidentified : unidentified_)
     SendMessage(unidentified, kind, text);

@@ -32,7 +32,7 @@ namespace jax_ub {
 
 // The address at which a process accepts connections from the other processes of a
 // group: a listening Unix socket. Its random name is in the abstract namespace, so no
-// file is left behind. It accepts processes of the same user that send the token.
+// file is left behind. It only accepts processes of the same user that send the token.
 class Endpoint {
  public:
   Endpoint();
@@ -45,8 +45,8 @@ class Endpoint {
   FileDescriptor listener_;
 };
 
-// A peer after the handshake: its connection, its process ids, and the messages that it
-// has sent before the handshake ended.
+// A peer after the handshake: its connection, its pids, and the messages that it sent
+// before the handshake ended.
 struct ConnectedPeer {
   FileDescriptor connection;
   int pid = 0;              // in the peer's own pid namespace, for error messages
@@ -58,12 +58,13 @@ struct ConnectedPeer {
 
 class Handshake {
  public:
-  // Called when a peer connects, with the descriptor of its memory, or an empty one if
-  // the peer sent none. If it throws, the handshake fails on all processes.
+  // Called when a peer connects. `memory` is the descriptor of the peer's memory, or
+  // empty if the peer sent none. If the function throws, the handshake fails on all
+  // processes.
   using Take = std::function<void(
       int process_index, const ConnectedPeer&, FileDescriptor memory)>;
 
-  // `peers` is keyed by process number; processes without an entry are not connected.
+  // `peers` is keyed by process number. Processes without an entry are not connected.
   // `setup` describes the group and the memory layout, and must be equal in all
   // processes. `memory` may be empty. All arguments that are references must outlive
   // the object.
@@ -74,24 +75,25 @@ class Handshake {
             const FileDescriptor& memory,
             Take take);
 
-  // Connects to all peers. Returns them by process index; the entries of this process
-  // and of processes without an address have no connection. Throws CommunicatorError if
-  // a process refuses or fails, and DeadlineError after the timeout.
+  // Connects to all peers, and returns them by process index. The entries of this
+  // process and of processes without an address have no connection. Throws
+  // CommunicatorError if a process refuses or fails, and DeadlineError after the
+  // timeout.
   std::vector<ConnectedPeer> Run(double timeout_s);
 
  private:
-  // The progress with one peer. This process connects to a peer of lower index and
-  // sends a Hello: kUndialed, kHelloSent, kConnected. It has a liveness socket to a
-  // peer of higher index until that peer connects: kUndialed, kLivenessSocket,
-  // kHelloSent, kConnected. The handshake ends when all peers are connected or one is
-  // lost.
+  // The state of the handshake with one peer. For a peer of lower index, this process
+  // connects and sends a Hello: kUndialed, kHelloSent, kConnected. For a peer of higher
+  // index, it has a liveness socket until the peer connects: kUndialed,
+  // kLivenessSocket, kHelloSent, kConnected. The handshake ends when all peers are
+  // connected or one is lost.
   enum class Stage { kUndialed, kLivenessSocket, kHelloSent, kConnected, kLost };
 
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
   bool DialAll(const Deadline& deadline);
   void DialOne(int process_index, const Deadline& deadline);
   // Sends a Hello to a process. Throws DeadlineError if the kernel has no memory for
-  // the message until the deadline.
+  // the message before the deadline.
   void Greet(int process_index, const Deadline& deadline);
   void AcceptAll();
   void HandleUnidentified(size_t index, const Deadline& deadline);
@@ -106,8 +108,8 @@ class Handshake {
   bool IsWaited(int process_index) const {
     return IsReached(process_index) && stages_[process_index] != Stage::kConnected;
   }
-  // Records that a process is lost, unless it has sent a reason. RunUntil reports the
-  // loss only when it has read all pending messages, one of which may be the reason.
+  // Records that a process is lost. RunUntil reports the loss only after it has read
+  // all pending messages, because one of them may have the reason.
   void MarkLost(int process_index, const std::string& how);
   void BroadcastFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
@@ -121,8 +123,8 @@ class Handshake {
   const Take take_;
   std::vector<Stage> stages_;                   // indexed by process index
   std::vector<ConnectedPeer> connected_peers_;  // indexed by process index
-  // Accepted connections on which no message has arrived, so the sender is not known
-  // yet.
+  // Accepted connections on which no message has arrived yet, so that their senders are
+  // unknown.
   std::vector<FileDescriptor> unidentified_;
   std::string loss_;      // describes the first process that was lost; or ""
   int num_rejected_ = 0;  // connections from unknown processes that were closed

@@ -15,8 +15,8 @@ namespace jax_ub {
 namespace {
 
 constexpr size_t kMaxBody = 8192;
-// Delay before a message is sent again, because no event reports when the kernel has
-// memory.
+// Delay before a message is sent again if the kernel had no memory for it. No event
+// reports when the kernel has memory again.
 constexpr std::chrono::milliseconds kResend(10);
 
 }  // namespace
@@ -70,7 +70,7 @@ Message ReceiveMessage(const FileDescriptor& connection) {
   Message message;
   message.arrival = received.arrival;
   if (received.arrival != Arrival::kMessage) return message;
-  // The message is too short to have a kind, so the sender does not belong to the
+  // The message is too short to have a kind, so its sender does not belong to the
   // group. The handshake rejects the message, because it is not a Hello.
   if (received.size < sizeof(MessageKind)) return message;
   std::memcpy(&message.kind, bytes.data(), sizeof(MessageKind));

@@ -23,17 +23,17 @@ enum class MessageKind : uint32_t {
   kSignature,           // a GpuCallSignature (cuda/signature_table.h)
 };
 
-// Describes a process that has closed its communicator, in the errors of waits that
-// depend on it.
+// States that a process has closed its communicator. The error messages of waits that
+// depend on the process have this text after the name of the process.
 inline constexpr char kCloseText[] =
     "closed its communicator, as ub.destroy_ub and the end of a program do";
 
-// The body of a kHello message. It is sent as raw bytes: both processes run on one
-// host.
+// The body of a kHello message. It is sent as raw bytes, because both processes run on
+// the same host.
 struct Hello {
   static constexpr size_t kMaxSetup = 2048;
   // A random number that the receiver has sent to its peers during bootstrap. It proves
-  // that the sender is one of them.
+  // that the sender is a peer.
   uint64_t token = 0;
   int32_t process = 0;  // the sender's process number
   int32_t pid = 0;      // the sender's pid in its own pid namespace
@@ -50,8 +50,8 @@ struct Message {
   FileDescriptor passed;  // the descriptor that came with the message, if any
 };
 
-// A message that sends a failure to the peers. The message has a different kind for a
-// DeadlineError, so that the peers raise the same type of error.
+// A message that sends a failure to the peers. Its kind tells the peers whether the
+// failure is a DeadlineError, so that they raise the same type of error.
 struct PoisonMessage {
   MessageKind kind = MessageKind::kPoison;
   std::string text;
@@ -64,7 +64,7 @@ Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed = nullptr);
-// Sends a message, and repeats it while the result is kFull, until the deadline.
+// Sends a message. While the result is kFull, repeats it until the deadline.
 Sent SendMessageUntil(const Deadline& deadline,
                       const FileDescriptor& connection,
                       MessageKind kind,
@@ -72,12 +72,12 @@ Sent SendMessageUntil(const Deadline& deadline,
                       const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
-// Returns the end of an error text about a message that could not be sent until the
+// Returns the end of an error text about a message that could not be sent before the
 // deadline.
 std::string UnsentText(const Deadline& deadline);
 
-// Sends a Hello with the file descriptor of this process's memory, which may be empty.
-// Repeats it until the deadline, as SendMessageUntil does.
+// Sends a Hello with `memory`, the file descriptor of this process's memory, which may
+// be empty. Repeats it until the deadline, as SendMessageUntil does.
 Sent SendHelloUntil(const Deadline& deadline,
                     const FileDescriptor& connection,
                     const Hello& hello,

@@ -14,8 +14,8 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
     Watched watched;
     watched.process = peer.process;
     watched.connection = std::move(peer.connection);
-    // The process itself is watched, too: if it has forked, a child may keep its end of
-    // the connection open after its death.
+    // The peer's process is watched in addition to its connection. If the process has
+    // forked and dies, a child may keep the connection open.
     watched.life = WatchProcess(peer.pid);
     watched_.push_back(std::move(watched));
   }
@@ -78,9 +78,9 @@ void PeerConnections::Close() {
 }
 
 void PeerConnections::DetachAfterFork() {
-  // In a forked child, the thread does not exist, so it cannot be joined. The mutex may
-  // be locked forever, because another thread of the parent may have held it during the
-  // fork.
+  // A forked child does not have the thread, so it cannot join the thread. It must not
+  // lock the mutex either: if another thread of the parent held the mutex during the
+  // fork, the mutex stays locked in the child.
   static_cast<void>(thread_.release());
   watched_.clear();
 }
@@ -99,8 +99,8 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
     SetLeft(peer, MessageKind::kDeathNotice,
             std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
-    // std::bad_alloc is ignored, because on_failure_ has already reported the failure
-    // of the thread. A call that waits for this peer fails at its deadline at the
+    // std::bad_alloc is ignored, because on_failure_ has already reported that the
+    // thread has failed. A call that waits for this peer fails at its deadline at the
     // latest.
   }
 }
@@ -114,7 +114,8 @@ void PeerConnections::RunUntilStopped() {
       for (const Watched& peer : watched_) {
         int events = peer.has_closed ? 0 : POLLIN;
         if (!peer.unsent.empty()) events |= POLLOUT;
-        // poll() ignores negative descriptors, such as that of an empty `life`.
+        // poll() ignores negative descriptors. The descriptor of an empty `life` is
+        // negative.
         polled.push_back(
             {events != 0 ? peer.connection.get() : -1, static_cast<short>(events), 0});
         polled.push_back({peer.has_closed ? -1 : peer.life.get(), POLLIN, 0});
@@ -131,7 +132,8 @@ void PeerConnections::RunUntilStopped() {
   }
 }
 
-// Reads all messages of a peer. If it has died, reports its death after the last one.
+// Reads all messages of a peer. If `has_died` is true, reports the death of the peer
+// after its last message.
 void PeerConnections::Receive(Watched& peer, bool has_died) {
   while (!peer.has_closed) {
     Message message = ReceiveMessage(peer.connection);

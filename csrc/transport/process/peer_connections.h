@@ -1,5 +1,5 @@
 // The open connections to the other processes of a communicator. A thread watches them
-// for messages and for the death of a peer: when a process dies, for any reason, the
+// for messages, and for the death of a peer: when a process dies for any reason, the
 // kernel closes its end of the connection.
 #pragma once
 
@@ -28,7 +28,7 @@ struct Peer {
   pid_t pid = 0;  // in this process's pid namespace; 0: not visible in it
 };
 
-// A message of a peer, or the notification that a process is lost.
+// A message from a peer, or the notification that a process is lost.
 struct PeerEvent {
   int process = 0;  // the sender; for kDeathNotice, the process that was lost
   MessageKind kind = MessageKind::kDeathNotice;
@@ -42,15 +42,16 @@ class PeerConnections {
 
   // Starts a thread that calls `on_event` for each event. Must be called once, before
   // all other methods. A death may be reported several times: when the connection
-  // closes, and by the death notice of each peer. If an exception ends the thread, it
-  // calls `on_failure` and reports all peers as lost. If the system provides no thread
-  // or descriptor, sends the reason to the peers and throws it as CommunicatorError.
+  // closes, and by the death notice of each peer. If an exception ends the thread, the
+  // thread first calls `on_failure` and reports all peers as lost. If the system
+  // provides no thread or no descriptor, Watch sends the reason to the peers and throws
+  // it as CommunicatorError.
   void Watch(const ProcessGroup& group,
              std::function<void(const PeerEvent&)> on_event,
              std::function<void(const std::exception_ptr&)> on_failure);
 
-  // Sends a message to every peer. Never blocks: a message for a peer whose socket
-  // buffer is full is queued. Each peer receives the messages in order.
+  // Sends a message to every peer. Never blocks: if the socket buffer of a peer is
+  // full, the message is queued. Each peer receives the messages in order.
   void Broadcast(MessageKind kind, std::string_view body);
 
   // Stops the thread, closes the connections and discards queued messages. Must not be

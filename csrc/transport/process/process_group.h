@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// Which processes own the ranks of a tensor-parallel group. Process numbers are JAX's
-// process indices, and need not be contiguous.
+// States which processes own the ranks of a tensor-parallel group. Process numbers are
+// JAX's process indices, and need not be contiguous.
 struct GroupMembership {
   std::vector<int> process_of_rank;  // the process number; indexed by rank
   int process = 0;                   // the number of this process
@@ -25,8 +25,9 @@ struct PeerAddress {
   uint64_t token = 0;
 };
 
-// The processes of a group. Each is identified by its *process index*: processes are
-// numbered from 0 (the leader) in the order of their lowest ranks.
+// The processes of a group. A process is identified by its *process index*: the
+// processes are numbered from 0 (the leader) in the order of the lowest rank of each
+// process.
 class ProcessGroup {
  public:
   // Throws std::invalid_argument if no rank of the group is in this process.
@@ -36,8 +37,8 @@ class ProcessGroup {
   int num_ranks() const { return static_cast<int>(process_index_of_rank_.size()); }
   int num_processes() const { return static_cast<int>(process_ids_.size()); }
   int own() const { return own_; }
-  // Returns JAX's index of each process of the group. A position in this list is the
-  // index of the process within the group.
+  // Returns JAX's index of each process of the group. The vector is indexed by the
+  // process index within the group.
   const std::vector<int>& process_ids() const { return process_ids_; }
   int process_index_of_rank(int rank) const { return process_index_of_rank_[rank]; }
   const std::vector<int>& ranks_of(int process_index) const {
@@ -53,8 +54,8 @@ class ProcessGroup {
   std::string RanksText() const;
   // Throws CommunicatorError unless `peers` has the addresses of all other processes.
   void CheckAddresses(const std::map<int, PeerAddress>& peers) const;
-  // Returns the beginning of all error messages of the group, "CommunicatorError:
-  // jax_ub.<name>: ".
+  // Returns "CommunicatorError: jax_ub.<name>: ", with which all error messages of the
+  // group begin.
   std::string ErrorPrefix() const;
 
  private:

@@ -19,16 +19,16 @@ bool SetupExchange::IsReached(int process_index) const {
   return static_cast<bool>(connected_peers_[process_index].connection);
 }
 
-// Sends one setup message to a peer. Its first byte is the number of kSetupDescriptor
-// messages that follow, one for each file descriptor.
+// Sends one setup message to a peer. The first byte of its body is the number of
+// kSetupDescriptor messages that follow, one for each file descriptor.
 void SetupExchange::Send(int process_index,
                          const SetupMessage& setup,
                          const Deadline& deadline) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(setup.passed.size()));
   body += setup.text;
-  // Sent::kNo is ignored: if the peer has just died, the next read reports it, with
-  // Arrival::kEnd.
+  // Sent::kNo is ignored. It means that the peer has just died, which the next read
+  // reports as Arrival::kEnd.
   const auto send = [&](MessageKind kind, const std::string& text,
                         const FileDescriptor* passed) {
     if (SendMessageUntil(deadline, connection, kind, text, passed) == Sent::kFull) {
@@ -78,7 +78,7 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
 
 void SetupExchange::Receive(int process_index, SetupMessage& setup, int& num_missing) {
   ConnectedPeer& peer = connected_peers_[process_index];
-  // The loop stops after one complete setup message, because further messages belong to
+  // The loops stop after one complete setup message, because further messages belong to
   // the next Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());

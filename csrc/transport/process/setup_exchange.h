@@ -25,25 +25,26 @@ class SetupExchange {
   SetupExchange(const ProcessGroup& group, std::vector<ConnectedPeer>& connected_peers);
 
   // Sends `own` to all connected peers, and returns the messages of all processes by
-  // process index: `own` for this process, and an empty message for one that is not
-  // connected. All processes must call this equally often. Throws the reason of a peer
-  // that failed, CommunicatorError if a peer dies or closes, or DeadlineError.
+  // process index. The entry of this process is `own`, and the entries of processes
+  // without a connection are empty. All processes must call this function equally
+  // often. Throws the reason of a peer that failed, CommunicatorError if a peer dies or
+  // closes, or DeadlineError.
   std::vector<SetupMessage> Exchange(SetupMessage own, const Deadline& deadline);
 
   // Sends a failure to all connected peers, which then stop waiting for this process.
   void BroadcastFailure(const std::exception_ptr& reason) const;
 
  private:
-  // Value of `num_missing` before the setup message has arrived. After that, it is the
-  // number of descriptors that are still missing.
+  // Value of `num_missing` before the setup message has arrived. From then on,
+  // `num_missing` is the number of file descriptors that have not arrived yet.
   static constexpr int kMissing = -1;
 
   void Send(int process_index,
             const SetupMessage& setup,
             const Deadline& deadline) const;
   bool IsReached(int process_index) const;
-  // Reads the messages that a peer has sent so far, at most up to the end of one setup
-  // message.
+  // Reads the messages that a peer has sent, until none is pending or one setup message
+  // is complete.
   void Receive(int process_index, SetupMessage& setup, int& num_missing);
   void Take(int process_index,
             Message message,
