@@ -152,8 +152,8 @@ nb::dict ReadTrace() {
   return dict;
 }
 
-// Returns the enumerator, among 0 to count - 1, whose name(value) is `wanted`. Throws
-// ValueError, which lists the names, if there is none.
+// Returns the enumerator whose name(value) is `wanted`. The enumerators are 0 to count
+// - 1. If no name matches, throws ValueError, which lists the names.
 template <typename Enum>
 Enum Named(const char* what,
            const std::string& wanted,
@@ -176,8 +176,8 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
-// Returns the collective whose schedule an op follows. For a bulk op, it is the
-// collective that runs concurrently with the op's GEMMs.
+// Returns the collective whose schedule an op follows. The collective of a bulk op runs
+// concurrently with the op's GEMMs.
 jax_ub::CollectiveKind CollectiveNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;
@@ -212,7 +212,7 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits, VariantNamed(variant));
 }
 
-// The Python object of an endpoint, the socket at which a process accepts its peers.
+// An endpoint in Python. It has the socket at which a process accepts its peers.
 // `endpoint` is null after `connect` has taken it.
 struct Endpoint {
   std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
@@ -230,7 +230,7 @@ class Communicator {
   }
 
   // Unregisters the call sequencer from the engine and closes it. In a forked child,
-  // the engine does not exist, so the sequencer is only closed.
+  // there is no engine, so the sequencer is only closed.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(sequencer_);

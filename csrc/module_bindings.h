@@ -1,5 +1,5 @@
-// What both Python modules need: exports of the FFI handlers and of the counts of calls,
-// and checks of arguments.
+// Functions that both Python modules use. They convert FFI handlers and numbers of
+// calls to Python objects, and check arguments.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,8 +15,8 @@
 
 namespace jax_ub {
 
-// Returns {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}, with all
-// targets and stages.
+// Returns the handlers of all targets, by target and stage:
+// {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}.
 template <typename Targets>
 nanobind::dict HandlersOf(const Targets& targets) {
   nanobind::dict handlers;
@@ -40,7 +40,7 @@ inline nanobind::dict TypeOf(const CallSiteType& type) {
   return dict;
 }
 
-// Returns `timeout_s`, a timeout that Python passes. Throws ValueError unless it is
+// Returns `timeout_s`, which comes from Python. Throws ValueError unless it is
 // positive.
 inline double CheckedTimeout(double timeout_s) {
   if (timeout_s > 0) return timeout_s;
@@ -48,7 +48,8 @@ inline double CheckedTimeout(double timeout_s) {
       ("timeout_s is " + std::to_string(timeout_s) + ", expected more than 0").c_str());
 }
 
-// Returns the numbers of calls, which are indexed by Op, keyed by the op's name.
+// Converts `num_calls`, the number of calls of each op, to a dictionary from the op's
+// name to the number. `num_calls` is indexed by Op.
 inline nanobind::dict CallsByName(const std::array<int64_t, kNumOps>& num_calls) {
   nanobind::dict calls;
   for (const OpInfo& info : kOps) {
@@ -57,8 +58,8 @@ inline nanobind::dict CallsByName(const std::array<int64_t, kNumOps>& num_calls)
   return calls;
 }
 
-// Throws ValueError unless both counts are positive and equal: there must be one item
-// per rank.
+// Throws ValueError unless `num_devices` and `num_others` are equal and positive. Each
+// rank needs one device and one of the other items, which `others` names in the error.
 inline void CheckOneOfEach(size_t num_devices,
                            size_t num_others,
                            const std::string& others) {

@@ -81,7 +81,7 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
-    // The error is ignored: a driver that does not know the attribute leaves
+    // The error is ignored. A driver that does not know the attribute leaves
     // `has_multicast` 0.
     int has_multicast = 0;
     driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
@@ -108,8 +108,8 @@ std::optional<std::string> WhyNoFp8(std::pair<int, int> capability,
   return reason.empty() ? std::nullopt : std::optional(std::move(reason));
 }
 
-// Returns a matrix [from][to]: whether device `from` can access the memory of device
-// `to`.
+// Returns whether device `from` can access the memory of device `to`, as a matrix
+// [from][to].
 std::vector<std::vector<bool>> Peers(const std::vector<int>& ordinals) {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   std::vector<CUdevice> devices(ordinals.size());
@@ -224,10 +224,10 @@ std::map<std::string, std::string> Failures() {
   return texts;
 }
 
-// Python's view of an endpoint, which has a process's heaps and the socket at which it
-// accepts its peers. `endpoint` is null after `connect` has taken it. The class in
-// module.cc has another name, because nanobind identifies types of both modules by
-// name.
+// An endpoint in Python. It has the heaps of a process, and the socket at which the
+// process accepts its peers. `endpoint` is null after `connect` has taken it. The class
+// differs in name from the class in module.cc, because nanobind identifies the types of
+// both modules by name.
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();

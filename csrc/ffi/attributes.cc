@@ -127,7 +127,7 @@ CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   at.ranks = source.Integers("ranks");
   if (source.Has("devices")) at.devices = source.Integers("devices");
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
-  // Optional, because programs that were exported by older versions lack it.
+  // The attribute is optional, because programs that older versions exported lack it.
   int variant = 0;
   read.MayHave("variant", 0, kNumVariants - 1, variant);
   at.variant = static_cast<Variant>(variant);

@@ -1,5 +1,5 @@
-// Reads the attributes of a custom call, from XLA's dictionary in an FFI handler or
-// from a Python dictionary during lowering.
+// Reads the attributes of a custom call. An FFI handler reads them from XLA's
+// dictionary, and the lowering reads them from a Python dictionary.
 #pragma once
 
 #include <cstdint>
@@ -24,23 +24,25 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Returns the names of the attributes that `op` has, without those that all ops have.
+// Returns the names of the attributes of `op`, except the attributes that all ops have.
 std::vector<std::string_view> AttributeNames(const OpInfo& op);
 
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
-// out of range or a required attribute is missing. Those of KernelOptions are optional.
+// out of range or a required attribute is missing. The attributes of KernelOptions are
+// optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Views an array as a tensor [batch, rows, features]. The last two dimensions of the
-// array are rows and features, except in an all-reduce, where ranks may divide the array
-// between any two elements: there a row has one element, or as many as the bias has.
+// Views an array as a tensor [batch, rows, features], where rows and features are the
+// last two dimensions of the array. In an all-reduce, ranks may divide the array
+// between any two elements. There, a row has one element or, with a bias, as many
+// elements as the bias.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// Returns the names of all supported dtypes, such as "f32, bf16, f16, ...", for error
-// messages. `column` selects the name: &DTypeInfo::name or &DTypeInfo::numpy_name.
+// Returns the names of all supported dtypes for an error message, such as "f32, bf16,
+// f16, ...". `column` selects the name: &DTypeInfo::name or &DTypeInfo::numpy_name.
 std::string DTypeNames(const char* DTypeInfo::* column);
 
 // Returns the beginning of an error message, such as "jax_ub.all_gather_matmul:

@@ -13,8 +13,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What XLA keeps per custom call of a compiled program. All devices that run the
-// program share it.
+// The state that XLA keeps for each custom call of a compiled program. All devices that
+// run the program share it.
 struct CallSiteState {
   static ffi::TypeId id;
   CallSite site;
@@ -33,8 +33,8 @@ ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary 
   }
 }
 
-// XLA's execute handler of all ops. Returns a future instead of blocking: the blocked
-// thread might be the one on which XLA would run the call of a peer.
+// XLA's execute handler of all ops. Returns a future, because blocking may deadlock:
+// XLA might need the blocked thread to run the call of a peer.
 ffi::Future Execute(CallSiteState* state,
                     ffi::RunId run,
                     int32_t ordinal,

@@ -12,14 +12,15 @@ namespace jax_ub {
 // Returns the FFI targets, indexed by Op.
 std::array<Target, kNumOps> Targets();
 
-// Returns the FFI type of the state that XLA keeps per custom call.
+// Returns the FFI type of the state that XLA keeps for each custom call.
 CallSiteType TheCallSiteType();
 
 // Returns the engine of this process, which all handlers share. Creates it at the first
 // call. After a fork, the child gets a new engine, because it inherits no threads.
 Engine& ProcessEngine();
-// Returns the engine of this process, or nullptr if there is none. For queries and for
-// releasing memory, which should not start the engine's threads.
+// Returns the engine of this process, or nullptr if there is none. Used by queries and
+// by functions that release memory, because these should not start the engine's
+// threads.
 Engine* ExistingEngine();
 
 }  // namespace jax_ub

@@ -1,5 +1,5 @@
-// The FFI handlers of an engine, and the type of their state, in the form in which they
-// are registered with XLA. This header does not need XLA's headers.
+// The FFI handlers of an engine and the type of their state, as they are registered
+// with XLA. This header does not include XLA's headers.
 #pragma once
 
 #include <array>
@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// One FFI target. Its handlers are untyped pointers, which Python gets as PyCapsules. A
-// handler is null if the platform does not use the stage.
+// One FFI target. Its handlers are untyped pointers, which Python gets as PyCapsules.
+// The pointer is null for a stage that the platform does not use.
 struct Target {
   std::string name;  // "jax_ub$all_gather_matmul"
   void* instantiate = nullptr;
@@ -19,8 +19,8 @@ struct Target {
   void* execute = nullptr;
 };
 
-// Calls `make.operator()<op>()` for each op, and returns the targets that it makes,
-// indexed by Op.
+// Calls `make.operator()<op>()`, which returns the target of an op, for each op.
+// Returns the targets indexed by Op.
 template <typename Make>
 std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   return [&]<int... op>(std::integer_sequence<int, op...>) {
@@ -28,9 +28,10 @@ std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   }(std::make_integer_sequence<int, kNumOps>());
 }
 
-// The FFI type of the state that XLA keeps per custom call. It must be registered under
-// `name` before any target, and after the backend exists, because older jaxlibs
-// register queued targets before queued types.
+// The FFI type of the state that XLA keeps for each custom call. It must be registered
+// under `name` before any target. It must also be registered after the backend exists:
+// earlier registrations are queued, and older jaxlibs register queued targets before
+// queued types.
 struct CallSiteType {
   std::string name;  // "jax_ub$CallSite"
   void* type_id = nullptr;

@@ -53,8 +53,8 @@ DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& resu
           static_cast<int64_t>(last->size_bytes())};
 }
 
-// XLA's execute handler of all ops. What it enqueues depends only on attributes and
-// addresses, so that XLA may capture it in a CUDA graph and replay it.
+// XLA's execute handler of all ops. The work that the handler enqueues depends only on
+// attributes and addresses, so that XLA may capture it in a CUDA graph and replay it.
 template <auto kExecute>
 ffi::Error Execute(CudaCallSiteState* state,
                    CUstream stream,

@@ -21,12 +21,12 @@
 namespace jax_ub {
 
 // Returns the FFI targets for a process, indexed by Op. With several devices, XLA must
-// not capture the handlers in a graph: in the first run of a call, the threads of the
-// devices wait for each other (CudaEngine::ExecuteTogether), and XLA does not call
+// not capture the calls in a graph. In the first run of a call, the threads of the
+// devices wait for each other (CudaEngine::ExecuteTogether), but XLA does not call
 // handlers when it replays a graph.
 std::array<Target, kNumOps> CudaTargets(bool has_several_devices);
 
-// Returns the FFI type of the state that XLA keeps per custom call.
+// Returns the FFI type of the state that XLA keeps for each custom call.
 CallSiteType TheCudaCallSiteType();
 
 // Returns the engine of this process, which all handlers share. Creates it at the first
@@ -49,7 +49,7 @@ void SetCudaTimeout(double timeout_s);
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 
-// For tests: replaces the engine of this process. nullptr restores the original one.
+// Replaces the engine of this process, for tests. nullptr restores the original engine.
 void ReplaceCudaEngine(CudaEngine* engine);
 
 }  // namespace jax_ub

@@ -10,7 +10,7 @@ namespace jax_ub {
 namespace {
 
 // The state of the process. It is global, because handlers are plain functions. It is
-// never destroyed, because the CUDA driver may shut down before.
+// never destroyed, because the CUDA driver may shut down before the destructors run.
 std::mutex creation;  // guards the variables below, except `engine`
 std::vector<std::string> library_paths;
 double timeout_of_waits_s = 120;
