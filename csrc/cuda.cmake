@@ -1,8 +1,10 @@
-# The CUDA part: included by CMakeLists.txt when JAX_UB_CUDA is auto or on. Host code is
-# compiled as any other, with cuda.h's types; nvcc compiles kernels, and nothing links to
-# CUDA: the driver and cuBLASLt are opened at run time. So it builds without a GPU.
+# Builds the CUDA engine. CMakeLists.txt includes this file if JAX_UB_CUDA is auto or on.
+# The C++ compiler compiles the host code, with the types of cuda.h. nvcc only compiles
+# kernels. The driver and cuBLASLt are loaded at run time, so nothing links to CUDA, and
+# the build needs no GPU.
 
-# Sets JAX_UB_NVCC and JAX_UB_CUDA_INCLUDE_DIR, or `missing`: what was not found.
+# Sets JAX_UB_NVCC and JAX_UB_CUDA_INCLUDE_DIR. If something is missing, sets the variable
+# named by `missing` to a text that says what was not found.
 function(jax_ub_find_cuda missing)
   file(GLOB toolkits /usr/local/cuda /usr/local/cuda-*)
   list(SORT toolkits COMPARE NATURAL ORDER DESCENDING)
@@ -13,7 +15,8 @@ function(jax_ub_find_cuda missing)
     set(${missing} "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*" PARENT_SCOPE)
     return()
   endif()
-  # nvcc may be a script that runs another one: its own top is where the headers lie.
+  # nvcc may be a script that runs another nvcc. The headers are in the TOP directory that
+  # the other nvcc prints.
   execute_process(COMMAND "${JAX_UB_NVCC}" --dryrun -x cu -fatbin -o /dev/null /dev/null
     ERROR_VARIABLE dryrun OUTPUT_VARIABLE ignored COMMAND_ERROR_IS_FATAL ANY)
   string(REGEX MATCH "TOP=([^\n]*)" line "${dryrun}")
@@ -31,8 +34,9 @@ function(jax_ub_find_cuda missing)
   endif()
 endfunction()
 
-# Compiles `file` for `oldest` and the newer ones of jax_ub_architectures, and embeds the
-# fatbin: `extern const unsigned char SYMBOL[];` in namespace jax_ub, to load with a Library.
+# Compiles `file` for the architecture `oldest` and for the newer architectures in
+# jax_ub_architectures. Embeds the fatbin as `extern const unsigned char SYMBOL[];` in
+# namespace jax_ub, which a Library loads.
 function(jax_ub_kernels symbol file oldest)
   cmake_path(GET file STEM name)
   set(generate "-gencode=arch=compute_${oldest},code=[sm_${oldest},compute_${oldest}]")
@@ -66,12 +70,12 @@ elseif(missing)
 endif()
 message(STATUS "CUDA: ${JAX_UB_NVCC}, headers in ${JAX_UB_CUDA_INCLUDE_DIR}")
 
-# The architectures that this nvcc knows and that have machine code. Code for sm_100 also runs
-# on 10.3, and code for sm_120 on 12.1, which code for sm_100a and sm_120a would not. For other
-# GPUs, such as 11.0, the driver compiles the PTX.
+# The architectures for which the library has machine code, if this nvcc knows them. Code
+# for sm_100 also runs on 10.3, and code for sm_120 on 12.1; code for sm_100a and sm_120a
+# would not. For other GPUs, such as 11.0, the driver compiles the PTX.
 execute_process(COMMAND "${JAX_UB_NVCC}" --list-gpu-code
   OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
-# Emulated GPUs, which sanitized builds are for, run no machine code.
+# Sanitized builds are for emulated GPUs, which run no machine code.
 set(jax_ub_architectures)
 foreach(number 80 90 100 120)
   if(known MATCHES "sm_${number}\n" AND NOT JAX_UB_SANITIZE)
