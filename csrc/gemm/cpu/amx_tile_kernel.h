@@ -1,11 +1,11 @@
-// The AMX micro-kernel: computes one tile of C, 16 x 32 or 32 x 32, over a block of K,
-// and keeps its sums in tile registers. Included after simd_avx512.h and
-// simd_bf16_pairs.h.
+// The AMX micro-kernel: computes one tile of C, 16 x 32 or 32 x 32 elements, over a
+// block of K. The sums stay in tile registers. This header must be included after
+// simd_avx512.h and simd_bf16_pairs.h, whose functions it uses.
 //
 // A tile register holds 16 rows of 64 bytes. Four registers hold sums of 16 x 16
-// elements. Each step of 16 words of K loads two registers of A and two of B. A needs
-// no packing. A panel of B holds a row of 32 words for each word of K, which is the
-// layout that TDPBF16PS requires. TDPBF16PS flushes subnormal numbers regardless of
+// elements each. Each step of 16 words of K loads two registers of A and two of B. A
+// needs no packing. A panel of B holds a row of 32 words for each word of K, which is
+// the layout that TDPBF16PS requires. TDPBF16PS flushes subnormal numbers regardless of
 // MXCSR.
 #pragma once
 
@@ -26,7 +26,8 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kAmxRows = 16;     // rows of a register
 inline constexpr int kAmxWords = 16;    // words of K in a step; columns of a register
 inline constexpr int kAmxColumns = 32;  // columns of a tile
-// Size in bytes of one row of a tile's sums, and of one row of a panel of B.
+// Size in bytes of a row of kAmxColumns sums. A row of a panel of B has the same size,
+// because a word has 4 bytes, too.
 inline constexpr int64_t kAmxRowBytes = 4 * kAmxColumns;
 
 struct alignas(64) AmxConfiguration {
@@ -48,8 +49,9 @@ inline void ReleaseTiles() { _tile_release(); }
 // because GCC's intrinsics do not declare that they access memory.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
-// Loads the sums of a tile into tile registers 0 to 3: upper left, upper right, lower
-// left, lower right.
+// Loads the sums of a tile. Each tile register holds 16 x 16 sums: register 0 the upper
+// left block, register 1 the upper right block and, if kIsTall, registers 2 and 3 the
+// lower left and the lower right block.
 template <bool kIsTall>
 inline void LoadSums(const void* from) {
   const char* sums = static_cast<const char*>(from);
@@ -97,7 +99,8 @@ inline void MultiplyStep(const char* a, int64_t a_stride, const char* b) {
   }
 }
 
-// Multiplies the last words of K if they are fewer than a step, padded with zeros.
+// Multiplies the last `num_words` words of K, which are fewer than a step has. A and B
+// are copied and padded with zeros.
 template <bool kIsTall>
 inline void MultiplyRest(const char* a,
                          int64_t a_stride,
@@ -121,8 +124,9 @@ inline void ScaleSums(char* sums, int64_t size, float factor) {
   }
 }
 
-// Stores the sums in the result. The sums pass through a buffer in the L1 cache, where
-// the addend is added and the sum is rounded.
+// Multiplies the sums by the factor, adds the addend, rounds the sums to the dtype of
+// the result, and stores them. The sums are first copied from the tile registers to a
+// buffer, because AMX has no instructions for these operations.
 template <bool kIsTall>
 inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
@@ -185,8 +189,8 @@ void CopyRows(const void* source,
   }
 }
 
-// Packs A like CopyRows, from a source that is contiguous along M. Neighbors along K
-// are `stride` bytes apart.
+// Packs A into the same layout as CopyRows does, from a source that is contiguous along
+// M. Elements that are neighbors along K are `stride` bytes apart.
 template <DType kDType>
 void TransposeToRows(const void* source,
                      int64_t stride,

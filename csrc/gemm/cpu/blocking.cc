@@ -16,47 +16,52 @@ namespace {
 // sums (3 MiB) and for packed columns of B.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
-// Maximum size of a block of A. Such a block stays in the L2 cache while a unit is
-// computed.
+// Maximum number of rows of a block of A, and maximum size of a block in bytes. The
+// block stays in the L2 cache while a unit is computed.
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
-// Minimum number of words in segments along K at whose ends K is cut into blocks, so
-// that blocks can be read in place. If a segment is shorter, blocks span segments and
-// are packed. The minimum is smaller for up to kFewRows rows, because packing then
-// costs relatively more (Zen 4, segments of 96 words: the product takes 25 % longer
-// with 64 rows, 5 % longer with 256, 2 % less with 1024). The rows are those of the
-// whole problem, because the bits of the result must not depend on the division into
-// units.
+// Blocks of K end where the segments of A and B end, if every segment has at least
+// kMinSegmentWords words along K. Such blocks can be read in place. With shorter
+// segments, blocks span several segments and are packed. Packing takes a larger part of
+// the time if there are few rows, so the minimum is smaller for up to kFewRows rows
+// (Zen 4, segments of 96 words: with packing, the product takes 25 % longer for 64 rows
+// and 5 % longer for 256 rows, but 2 % less for 1024 rows). The rows are those of the
+// whole product, not of a unit, because the bits of the result must not depend on the
+// division into units.
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
-// In products with at most kMaxRowsOfShortBlocks rows, a packed panel of B has at most
-// kShortPanelBytes. Few rows use a panel only a few times, so writing it to the L2 cache
-// and reading it again takes a large part of the time (a Xeon without AMX, gemm_bench 16
-// 1024 704: bf16 15 % faster, f32 17 %; with 64 rows f32 7 %, bf16 2 to 11 % slower).
+// Products with at most kMaxRowsOfShortBlocks rows have short blocks of K: a packed
+// panel of B has at most kShortPanelBytes bytes. Few rows use a panel only a few times,
+// so writing a longer panel to the L2 cache and reading it again would take a large
+// part of the time. Measured with gemm_bench 16 1024 704 on a Xeon without AMX, short
+// blocks make bf16 15 % and f32 17 % faster. With 64 rows, they would make f32 7 % and
+// bf16 2 to 11 % slower.
 //
-// If tiles can pack B, which is contiguous along N then, the panel and its source have at
-// most kShortBlockBytes together, since the source of the next panel is prefetched to the
-// L1 cache, too (the same Xeon, gemm_bench 16 1024 704 16 704 1024 16 2048 2048 9 1024 704
-// 32 1024 704, NN: f32 3 to 35 % faster, bf16 at most 1 % slower and 14 % faster).
+// If B is contiguous along N, tile kernels can pack it. The panel and its source then
+// have at most kShortBlockBytes bytes together, because the source of the next panel is
+// prefetched to the L1 cache. Measured on the same Xeon with gemm_bench 16 1024 704 16
+// 704 1024 16 2048 2048 9 1024 704 32 1024 704 (layout NN), this makes f32 3 to 35 %
+// faster, and bf16 between 1 % slower and 14 % faster.
 constexpr int64_t kMaxRowsOfShortBlocks = 32;
 constexpr int64_t kShortPanelBytes = 32 << 10;
 constexpr int64_t kShortBlockBytes = 40 << 10;
-// The size of a block of K is a multiple of this, so that packing transposes whole
-// vectors.
+// Block sizes along K are multiples of this number, so that packing transposes whole
+// vectors. Only the last block of a segment may be smaller.
 constexpr int64_t kBlockMultiple = 32;
-// The time to pack one word of an operand, relative to one multiply-add of a tile.
+// Estimated time to pack one word of an operand. The unit is the time of one
+// multiply-add of a tile kernel.
 constexpr int64_t kPackCost = 16;
-// Bytes of B that one thread reads per microsecond in a product with few rows. Measured
-// with tests/csrc/gemm_bench.cc on Zen 4, before its kernels prefetched: 8e3 to 18e3,
-// depending on layout, dtype and number of rows.
+// Bytes of B that one thread reads per microsecond in a product with few rows. This is
+// the lowest rate that tests/csrc/gemm_bench.cc measured on Zen 4 with kernels that do
+// not prefetch: 8e3 to 18e3, depending on layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
   return RoundUp(CeilDiv(size, parts), multiple);
 }
 
-// Chooses the size of units, to minimize the time of the busiest worker:
+// Chooses the unit size that minimizes the estimated time of the busiest worker:
 //
 //   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns))
 //
@@ -92,10 +97,11 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns the positions along K that may only be at the bounds of a block: 0, K, and
-// the bounds of the segments of both operands. If a segment is short, returns only {0,
-// K}, because tiles write their sums to memory after each block. If segments have
-// different factors, returns all bounds.
+// Returns the positions along K at which a block must begin or end: 0, K, and the
+// bounds of the segments of both operands. If a segment is short, returns only {0, K},
+// because short blocks are slow: tiles write their sums to memory after each block. If
+// each segment has its own factors, always returns all bounds, because the sum over a
+// segment is multiplied by them.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;
@@ -113,8 +119,9 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   return cuts;
 }
 
-// Returns the maximum number of words in a block of K. Short blocks were not measured
-// with AMX kernels, which do not pack A into panels.
+// Returns the maximum number of words in a block of K. Products with few rows have
+// short blocks, except with AMX kernels (panel_of_a is 1), for which short blocks were
+// not measured.
 int64_t MaxBlockWords(const GemmProblem& problem, const KernelSet& kernels) {
   if (problem.m > kMaxRowsOfShortBlocks || kernels.panel_of_a == 1) {
     return kernels.k_block;

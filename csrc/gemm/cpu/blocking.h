@@ -29,8 +29,9 @@ struct GemmBlocking {
   bool operator==(const GemmBlocking&) const = default;
 };
 
-// Chooses how to divide a product. Depends on its sizes, its segments along K, the dtype
-// and the layout of B, the kernels and the number of workers.
+// Chooses how to divide a product. The choice depends on the sizes of the product, the
+// segments along K, the dtype and the layout of B, the kernels and the number of
+// workers.
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
@@ -65,7 +66,8 @@ class BlockingCache {
                          std::vector<int64_t>>;
 
   std::shared_mutex mutex_;
-  // Guarded by mutex_. std::less<> finds a tuple of references without copying it.
+  // Guarded by mutex_. With std::less<>, a lookup takes a tuple of references, so it
+  // copies no vectors.
   std::map<Key, GemmBlocking, std::less<>> entries_;
   std::atomic<int64_t> num_chosen_{0};
 };

@@ -1,8 +1,10 @@
 // The FP8 formats, and the bf16 number that equals each FP8 number.
 #pragma once
 
-// Only C headers are included: files for different instruction sets include this
-// header, and the linker may merge inline functions of C++ headers across them.
+// Only C headers are included here. Files that are compiled for different instruction
+// sets include this header, and each of them compiles its own copy of an inline
+// function. The linker keeps a single copy, which may contain instructions that the CPU
+// lacks.
 #include <stdint.h>
 
 #include "gemm/dtype.h"
@@ -23,8 +25,8 @@ inline constexpr Fp8Format kFp8Format<DType::kE4M3> = {3, 7, 0x7f};
 template <>
 inline constexpr Fp8Format kFp8Format<DType::kE5M2> = {2, 15, 0x7c};
 
-// Difference between the exponent biases of bf16 and FP8, at the position of the
-// exponent in a bf16.
+// Difference between the exponent biases of bf16 and FP8, shifted to the bits of a bf16
+// that contain its exponent.
 template <DType kDType>
 inline constexpr int kExponentToBF16 = (127 - kFp8Format<kDType>.exponent_bias) << 7;
 

@@ -33,7 +33,8 @@ bool HasAvx512() {
 
 bool HasAvx512Vbmi() { return HasAvx512() && __builtin_cpu_supports("avx512vbmi"); }
 
-// VBMI is required, too. Of the processors with AVX512_BF16, only Cooper Lake lacks it.
+// The AVX512_BF16 kernels also use VBMI. Among the processors with AVX512_BF16, only
+// Cooper Lake lacks VBMI.
 bool HasAvx512Bf16() { return HasAvx512Vbmi() && __builtin_cpu_supports("avx512bf16"); }
 
 // Returns whether this process can use AMX BF16. Linux lets a process use the tile
@@ -52,10 +53,11 @@ bool HasAmxBf16() {
 }
 #endif
 
-// The instruction sets that have kernels, from oldest to newest: the kernels for general
-// operands, the kernels for operands that are exact in bf16, and whether this machine
-// can run both. The name of an instruction set is KernelSet::isa of the bf16 kernels,
-// because they use its newest instructions.
+// The instruction sets that have kernels, from oldest to newest. Each row has the
+// kernels for all dtypes, the kernels for operands whose values bf16 represents
+// exactly, and a function that returns whether this machine can run both. The name of
+// an instruction set is KernelSet::isa of the second kernels, because they use its
+// newest instructions.
 constexpr Isa kIsas[] = {
     {&kPortableKernels, &kPortableKernels, Always},
 #if defined(__x86_64__)
@@ -67,9 +69,10 @@ constexpr Isa kIsas[] = {
 #endif
 };
 
-// Returns the newest available instruction set, except AVX512_BF16 on Intel's
-// processors: there, vdpbf16ps adds twice as many products as an f32 multiply-add, but
-// only a quarter as many start per cycle (gemm_bench on a Xeon that has AMX disabled).
+// Returns the newest available instruction set. Never returns AVX512_BF16 on Intel's
+// processors, where it is slower than f32 multiply-adds: vdpbf16ps adds twice as many
+// products, but only a quarter as many instructions start per cycle (measured with
+// gemm_bench on a Xeon that has AMX disabled).
 const Isa& FastestIsa() {
   const Isa* fastest = &kIsas[0];
   for (const Isa& isa : kIsas) {

@@ -5,8 +5,8 @@
 
 namespace jax_ub {
 
-// The kernels of an instruction set. `bf16` is used if both operands have dtypes that
-// are exact in bf16, otherwise `general`.
+// The kernels of an instruction set. `bf16` is used if bf16 represents all values of
+// both operands exactly, as with bf16 and FP8. Otherwise `general` is used.
 struct Isa {
   const KernelSet* general;
   const KernelSet* bf16;
@@ -15,9 +15,9 @@ struct Isa {
 
 const Isa& IsaInUse();
 
-// Prepares the calling thread for these kernels, and restores its state at the end of
-// the scope. Tile functions must be called within such a scope, because AMX needs a
-// configuration of its tile registers.
+// Prepares the calling thread for the kernels of `kernels`, and restores the thread's
+// state at the end of the scope. Tile functions must be called within such a scope,
+// because AMX needs a configuration of its tile registers.
 class ScopedKernelState {
  public:
   explicit ScopedKernelState(const KernelSet& kernels) : kernels_(kernels) {

@@ -1,4 +1,5 @@
-// Builds the kernel set of an instruction set. Included after its simd header.
+// Builds the kernel set of an instruction set: a table of functions. This header must
+// be included after the simd header of the instruction set, whose vector type it uses.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -36,11 +37,11 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Maximum number of rows of A for which the kernels for few rows are faster than all
-// tiles, including tiles of bf16 pairs. Up to kMaxSmallM rows, they are still faster
-// than tiles of f32, unless B is FP8, or B is contiguous along N and vectors are
-// narrower than in AVX512. Measured with gemm_bench on a Xeon without AMX; tiles of
-// pairs were compared for up to kMaxRowsOfAnyB rows only.
+// Maximum number of rows of A for which the kernels for few rows (small_m_kernel.h) are
+// faster than all tile kernels. For up to kMaxSmallM rows, they are still faster than
+// tile kernels of f32, unless B is FP8, or B is contiguous along N and a vector has
+// fewer than 16 lanes. Measured with gemm_bench on a Xeon without AMX. Tile kernels of
+// bf16 pairs were measured only for up to kMaxRowsOfAnyB rows.
 inline constexpr int kMaxRowsOfAnyB = 4;
 
 // Adds the kernels for few rows of A (small_m_kernel.h) where they are faster than
@@ -61,8 +62,8 @@ constexpr void AddSmallM(KernelSet& set) {
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
-// Returns the kernel set of an instruction set whose tiles multiply f32. `Words<dtype>`
-// converts elements to f32 while they are packed.
+// Returns the kernel set of an instruction set whose tile kernels multiply f32.
+// `Words<dtype>` converts elements to f32 while they are packed.
 template <int kRows, int kVectors, template <DType> typename Words = Widened>
 constexpr KernelSet KernelsOfF32(const char* isa,
                                  double gflops,

@@ -36,9 +36,9 @@ struct TileOutput {
 inline constexpr int kLineBytes = 64;  // size of a cache line
 inline constexpr int kStepWords = 8;   // words of K between two prefetches of a tile
 
-// Memory that will be packed next, which tile kernels prefetch while they multiply:
-// rows of `row_bytes` bytes, `stride` bytes apart. Each tile continues where the
-// previous tile stopped.
+// A position in the memory that will be packed next, which consists of rows of
+// `row_bytes` bytes, `stride` bytes apart. Tile kernels prefetch this memory while they
+// multiply. Each tile continues where the previous tile stopped.
 struct PrefetchCursor {
   const char* row = nullptr;  // the row of the next cache line
   int64_t row_bytes = 0;
@@ -48,16 +48,18 @@ struct PrefetchCursor {
   int64_t lines_per_step = 0;
 };
 
-// A packed panel of B with tile_columns columns. The last two members are for a
-// "packing tile", which packs the panel while it multiplies.
+// A panel of B with tile_columns columns. Usually it is packed before it is used. A
+// *packing tile* is a tile kernel that packs the panel while it multiplies: it reads B
+// at `source`.
 struct BPanel {
   void* words;                   // word (k, c) is at words + 4 * (k * tile_columns + c)
   const void* source = nullptr;  // B in place, with contiguous columns; null: packed
   int64_t source_stride = 0;     // distance of the source's rows
 };
 
-// Computes sum[r, c] = sum_k A[r, k] * B[k, c] for all rows r of the function, c <
-// tile_columns and k < num_words. A may be packed or in place, in one of two layouts:
+// The type of tile kernels, which compute sum[r, c] = sum_k A[r, k] * B[k, c] for a
+// fixed number of rows r, for c < tile_columns and for k < num_words. A may be packed
+// or in place, in one of two layouts:
 //
 //   rows:    word (r, k) is at a + r * a_stride + 4 * k    (contiguous along K)
 //   columns: word (r, k) is at a + k * a_stride + 4 * r    (contiguous along M)
@@ -71,10 +73,10 @@ using TileFunction = void (*)(const void* a,
                               const TileOutput& output,
                               PrefetchCursor& prefetch);
 
-// Packs `outer` x `num_words` words into panels of `panel` columns, a constant of the
-// function. Word (o, k) goes to panels + o / panel * panel_bytes + 4 * (k * panel + o %
-// panel). The source is contiguous along one dimension. Neighbors along the other
-// dimension are `stride` bytes apart.
+// Packs `outer` x `num_words` words into panels of `panel` columns, where `panel` is a
+// constant of the function. Word (o, k) goes to panels + o / panel * panel_bytes + 4 *
+// (k * panel + o % panel). The source is contiguous along one dimension. Neighbors
+// along the other dimension are `stride` bytes apart.
 using PackFunction = void (*)(const void* source,
                               int64_t stride,
                               int64_t outer,
@@ -111,14 +113,15 @@ using SmallMFunction = void (*)(const void* a,
 
 inline constexpr int kMaxSmallM = 8;
 
-// Converts `count` consecutive elements to the type of word elements: to bf16 if
-// k_per_word is 2, otherwise to f32.
+// Converts `count` consecutive elements to the dtype that the words of the kernel set
+// contain: bf16 if k_per_word is 2, otherwise f32.
 using WidenFunction = void (*)(const void* from, int64_t count, void* to);
 
 // Multiplies packed FP8 elements by scales, which are powers of two, so that the
-// products are exact. Word (r, i), at words + r * row_bytes + 4 * i, is multiplied by
-// factor i, for r < num_rows and i < num_words. In a pair of bf16, `low` has the factor
-// of the lower k and `high` that of the upper k. For f32 words, `high` is not used.
+// products are exact. Word (r, i) is at words + r * row_bytes + 4 * i, for r < num_rows
+// and i < num_words. In a word of two bf16, the element with the lower k is multiplied
+// by low[i], and the element with the upper k by high[i]. A word of one f32 is
+// multiplied by low[i].
 using ScaleFunction = void (*)(void* words,
                                int64_t row_bytes,
                                int64_t num_rows,
@@ -126,7 +129,8 @@ using ScaleFunction = void (*)(void* words,
                                const float* low,
                                const float* high);
 
-// Entries are null where tiles are faster.
+// The kernels for products with few rows of A, indexed by the dtype of B. An entry is
+// null where tile kernels are faster.
 struct SmallMKernels {
   SmallMFunction dots[kNumDTypes];           // for B that is contiguous along K
   SmallMFunction column_blocks[kNumDTypes];  // for B that is contiguous along N
@@ -171,7 +175,8 @@ extern const KernelSet kPortableKernels;
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
 extern const KernelSet kAvx512VbmiKernels;
-// Kernels for operands whose numbers are exact in bf16. Their k_per_word is 2.
+// Kernels for operands whose values bf16 represents exactly. A word is a pair of bf16
+// (k_per_word is 2).
 extern const KernelSet kAvx512Bf16Kernels;
 extern const KernelSet kAmxBf16Kernels;
 #endif

@@ -1,19 +1,20 @@
 #define JAX_UB_KERNELS kernels_amx_bf16
 #include "gemm/cpu/simd_avx512.h"
-// Must be included after the header above, because kernel_set.h uses its vector types.
+// kernel_set.h must be included after simd_avx512.h, because it uses the vector type
+// that simd_avx512.h defines.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
-// Must be included after simd_bf16_pairs.h, because amx_tile_kernel.h uses its
-// functions.
+// amx_tile_kernel.h must be included after simd_bf16_pairs.h, because it uses functions
+// of simd_bf16_pairs.h.
 #include "gemm/cpu/amx_tile_kernel.h"
 
 namespace jax_ub {
 
 namespace kernels_amx_bf16 {
 
-// Returns the kernels that multiply in AMX tile registers. They include no packing
-// tiles, which were not faster, and were slower for few rows. Blocks of K are long,
-// because sums that leave the registers do not fit into the L2 cache.
+// Returns the kernels that multiply in AMX tile registers. None of them packs B while
+// it multiplies: such kernels were slower for few rows and not faster for more. Blocks
+// of K are long, because sums that leave the registers do not fit into the L2 cache.
 constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   KernelSet set = {};
   set.isa = isa;

@@ -1,6 +1,7 @@
 #define JAX_UB_KERNELS kernels_avx512_vbmi
 #include "gemm/cpu/simd_avx512.h"
-// Must be included after the header above, because kernel_set.h uses its vector types.
+// kernel_set.h must be included after simd_avx512.h, because it uses the vector type
+// that simd_avx512.h defines.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_fp8_vbmi.h"
 

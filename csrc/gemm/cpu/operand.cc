@@ -9,9 +9,10 @@ namespace jax_ub {
 
 namespace {
 
-// Packs a single index k of `outer` words that are pairs of bf16, into the high or the
-// low half of each word. Used where a range of K begins or ends inside a pair. Writing
-// the low half also clears the high half, which is correct where K ends.
+// Packs the elements with a single index k into one half of each of `outer` words,
+// which are pairs of bf16. Used where a range of K begins or ends inside a pair.
+// Writing the low half also clears the high half, which must be zero if K ends inside
+// the pair.
 void PackHalf(WidenFunction widen,
               const std::byte* source,
               int64_t stride,
@@ -27,8 +28,8 @@ void PackHalf(WidenFunction widen,
   }
 }
 
-// A row of a panel with fewer than kNarrowPanel columns does not fill a vector.
-// Therefore several rows are multiplied by their FP8 scales at a time, at most
+// In panels with fewer than kNarrowPanel columns, a row does not fill a vector. Several
+// rows of such a panel are therefore multiplied by their FP8 scales in one call, up to
 // kMaxScaledWords words.
 constexpr int64_t kNarrowPanel = 8;
 constexpr int64_t kMaxScaledWords = 512;
@@ -70,15 +71,17 @@ void Repeat(const float* from, int64_t size, int64_t times, float* to) {
   for (int64_t i = 0; i < times; ++i) to = std::copy_n(from, size, to);
 }
 
-// Size of a way of the L1 cache in bytes. Addresses whose distance is a multiple of
-// this map to the same cache set, which holds only a few lines. AMX loads 16 rows at
-// once, so rows that are 2048 or 4096 bytes apart are copied first (gemm_bench, 1024 x
-// 1024 x 1536 and 2048 x 2048 x 2048: 10 to 25 % faster than in place). Other rows are
-// read in place (256 x 1408 x 1024: 15 % faster).
+// kWayBytes is the size of a way of the L1 cache. Addresses whose distance is a
+// multiple of kWayBytes map to the same cache set, in which kRowsInOnePlace rows are
+// assumed to fit. AMX loads 16 rows at once, so rows whose distance is a multiple of
+// 2048 bytes are copied first (gemm_bench, 1024 x 1024 x 1536 and 2048 x 2048 x 2048:
+// 10 to 25 % faster than in place). Rows at other distances are read in place (256 x
+// 1408 x 1024: 15 % faster than with copies).
 constexpr int64_t kWayBytes = 4096;
 constexpr int64_t kRowsInOnePlace = 4;
 
-// Returns whether the L1 cache can hold `at_once` rows that are `stride` bytes apart.
+// Returns whether the L1 cache can hold one cache line of each of `at_once` rows that
+// are `stride` bytes apart.
 bool FitFirstCache(int64_t at_once, int64_t stride) {
   return at_once <= kRowsInOnePlace * (kWayBytes / std::gcd(stride, kWayBytes));
 }
@@ -96,15 +99,16 @@ class OperandReader::ScaleReader {
 
   // Writes the scales of elements (outer, k) as f32. Returns whether any scale is
   // 2^-127, the smallest e8m0 number, which is subnormal in f32 and would count as
-  // zero. It is applied in two multiplications: this call writes 2^-126, and a second
-  // call, with `halves`, writes 1/2 (1 for all other scales).
+  // zero. Such a scale takes two multiplications: a call without `halves` writes 2^-126
+  // for it, and a second call, with `halves`, writes 1/2 for it and 1 for all other
+  // scales.
   bool Copy(Range outer, int64_t k, bool halves, float* to) const {
     const int64_t stride = scales_.outer_stride * SizeOf(dtype_);
     const std::byte* first =
         scales_.data + k / scales_.inner_block * scales_.inner_stride * SizeOf(dtype_);
     if (scales_.outer_block == 1 && dtype_ == DType::kE8M0 && !halves) {
-      // The stride 1 is a separate case, with a constant argument, so that the compiler
-      // vectorizes the loop in CopyE8M0.
+      // The case of stride 1 passes a constant, so that the compiler vectorizes the
+      // loop in CopyE8M0.
       const std::byte* from = first + outer.begin * stride;
       return stride == 1 ? CopyE8M0(from, 1, outer.size(), to)
                          : CopyE8M0(from, stride, outer.size(), to);
@@ -162,9 +166,9 @@ OperandReader::OperandReader(const OperandView& view,
       element_bytes_(SizeOf(view.dtype)),
       is_k_contiguous_(IsContiguousAlongK(view)) {}
 
-// The distance is an odd number of cache lines, because packing writes the same row of
-// all panels one after the other. At a distance of 4096 bytes, these rows would be in
-// the same set of the L1 cache.
+// The distance between panels is an odd number of cache lines, because packing writes
+// the same row of all panels one after the other. At a distance of 4096 bytes, these
+// rows would be in the same set of the L1 cache.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -362,8 +366,8 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
                 element_bytes_,
       .num_rows = is_k_contiguous ? num_outer : num_k,
   };
-  // A row of this block continues a row of the previous panel. Their common cache line
-  // is skipped, because it is already in the cache.
+  // The first cache line of a row may also contain the end of a row of the previous
+  // panel. Such a line is skipped, because it is already in the cache.
   if (!is_k_contiguous) lines.row += kLineBytes - 1;
   const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
   lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));

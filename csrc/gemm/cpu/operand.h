@@ -40,8 +40,8 @@ class OperandReader {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // Returns whether tiles of A are read by ReadRows. This requires that every segment
-  // is contiguous along K, and that the kernels are fast with rows.
+  // Returns whether ReadRows reads tiles of A. This requires that every segment is
+  // contiguous along K, and that the kernels are fast with rows that are read in place.
   bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
   // Returns whether tiles of A consist of rows that are contiguous along K, in place or
@@ -69,7 +69,8 @@ class OperandReader {
   void FindSource(Range outer, Range k, BPanel& panel) const;
 
   // Returns a cursor that prefetches the block `outer` x `k`, which will be packed
-  // next, in `num_steps` steps. Covers only the segment in which the block begins.
+  // next, in `num_steps` steps. Covers only the segment in which the block begins,
+  // because prefetching is just a hint.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
   // Returns a tile of rows. Requires reads_rows(). If one segment contains the tile and
@@ -101,10 +102,10 @@ class OperandReader {
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
-  // Multiplies packed elements by their scales: those in the rectangle `outer` x `k` of
-  // the panels, all of which come from one segment of the operand. `segment` is the
-  // index of the segment, and (outer_begin, k_begin) is its first element. Positions are
-  // relative to the first element of the panels.
+  // Multiplies the packed elements in the rectangle `outer` x `k` of the panels by
+  // their scales. All these elements come from one segment of the operand: `segment` is
+  // its index, and (outer_begin, k_begin) its first element. Positions are relative to
+  // the first element of the panels.
   void ScaleSegmentPart(int64_t segment,
                         int64_t outer_begin,
                         int64_t k_begin,
@@ -114,9 +115,9 @@ class OperandReader {
                         int64_t panel_width,
                         int64_t panel_bytes) const;
   class ScaleReader;
-  // Multiplies columns of one packed panel by their scales. If it returns true, a scale
-  // is 2^-127, which takes two multiplications: the caller must call it a second time,
-  // with `halves` (see ScaleReader::Copy).
+  // Multiplies columns of one packed panel by their scales. Returns true if a scale is
+  // 2^-127. Such a scale takes two multiplications, so the caller must then call this
+  // function a second time, with `halves` (see ScaleReader::Copy).
   //
   // `words` is the first of the columns. `outer` is relative to the segment. `k` and
   // `k_begin`, the first index of the segment, are relative to the panel.

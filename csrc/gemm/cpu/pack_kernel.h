@@ -51,17 +51,18 @@ inline void StoreFirst(char* to, Vec words) {
   memcpy(to, all, 4 * kCount);
 }
 
-// How many rows at the end of a full panel must not be stored as whole vectors. A
-// vector store may write beyond its row of kPanel words, into the next kHeldBack rows.
+// Number of rows at the end of a full panel that must not be stored as whole vectors.
+// Such a store may write beyond its row of kPanel words, into the next kHeldBack rows,
+// which must still be in the panel.
 template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
-// Packs a source that is contiguous along the outer dimension (M or N) into panels;
-// `stride` is the distance of neighbors along K. Copies one source row to all panels
-// before it reads the next one, since rows are on different pages. Stores rows of a
-// full panel as whole vectors. What they write beyond the end of a row is overwritten
-// by the next rows.
+// Packs a source that is contiguous along the outer dimension (M or N) into panels.
+// Neighbors along K are `stride` bytes apart. Copies one source row to all panels
+// before it reads the next row, since rows are on different pages. Stores rows of a
+// full panel as whole vectors. Words that a vector writes beyond the end of its row are
+// overwritten by the next rows.
 template <typename Words, int kPanel>
 void PackCopied(const void* source,
                 int64_t stride,
@@ -211,12 +212,14 @@ void PackFewRows(
   }
 }
 
-// Transposes a rectangle of at least one block: word (row, column) goes to to + column *
-// to_stride + 4 * row. A lane has kWordsPerLane neighboring words of a row, which may be
-// compressed: load(row, column) returns kLanes lanes of a row, and store(lanes, to,
-// to_stride) stores kLanes lanes of a column, as kWordsPerLane rows. Transposes blocks
-// of kLanes x kLanes lanes in registers. The last blocks end at the end of the
-// rectangle, so they may overlap the previous ones.
+// Transposes a rectangle of at least one block: word (row, column) goes to to + column
+// * to_stride + 4 * row. A block of kLanes x kLanes lanes is transposed in registers.
+// The last blocks end at the end of the rectangle, so they may overlap the previous
+// blocks.
+//
+// A lane has kWordsPerLane neighboring words of a row, which may be FP8 numbers that
+// `store` converts. load(row, column) returns kLanes lanes of a row. store(lanes, to,
+// to_stride) stores kLanes lanes of a column, as kWordsPerLane rows.
 template <int64_t kWordsPerLane, typename LoadLanes, typename StoreLanes>
 inline void TransposeBlocks(int64_t rows,
                             int64_t columns,
@@ -249,7 +252,8 @@ inline constexpr auto kStoreWords = [](Vec words, char* to, int64_t) {
   Store(to, words);
 };
 
-// Packs one panel of a source that is contiguous along K, which transposes it.
+// Packs one panel of a source that is contiguous along K. The panel is contiguous along
+// the other dimension, so packing transposes the source.
 template <typename Words, int kPanel>
 void PackTransposedPanel(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
@@ -293,8 +297,9 @@ void PackTransposedPanel(
 }
 
 // Packs rows that are contiguous along K into panels of kPanel rows. A panel is
-// transposed: it has the first word of each row, then the second, and so on. A word is
-// Words::kBytes bytes of a row, `stride` is the distance between rows in bytes.
+// transposed: it has the first word of each row, then the second word of each row, and
+// so on. In the source, a word has Words::kBytes bytes, and rows are `stride` bytes
+// apart.
 template <typename Words, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

@@ -12,7 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// Number of tiles that are computed between two reads of the clock, which take time.
+// Number of tiles that are computed between two reads of the clock. It is large enough
+// that reading the clock takes little time.
 constexpr int kTilesPerLook = 16;
 // Size of the panels of A and B together, in bytes. They and the sums must fit into the
 // L1 cache, which has at least 32 KiB. Within it, longer panels are faster, because

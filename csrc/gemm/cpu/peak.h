@@ -1,4 +1,5 @@
-// Measures the peak rate of a thread: the micro-kernel with operands in the L1 cache.
+// Measures the peak GEMM rate of one thread: runs the micro-kernel with operands that
+// stay in the L1 cache.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -10,8 +11,8 @@ namespace jax_ub {
 double ThreadCpuSeconds();
 
 // Multiplies the same two panels repeatedly for `duration_s` seconds, on the calling
-// thread. They stay in the L1 cache, and nothing is packed. Returns floating-point
-// operations per second of CPU time.
+// thread. The panels stay in the L1 cache, and nothing is packed. Returns
+// floating-point operations per second of CPU time.
 double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratch);
 
 }  // namespace jax_ub

@@ -10,13 +10,14 @@ namespace jax_ub {
 
 namespace {
 
-// Number of columns of B that are packed at a time, if no tile kernel can pack B.
+// Number of columns of B that are packed at a time, if B is contiguous along N and no
+// tile kernel can pack it.
 constexpr int64_t kGroupColumns = 128;
-// Maximum number of row tiles for which the first row tile prefetches the next panel of
-// B, as do all later ones. The first row tile may pack the current panel while it
-// multiplies, and then already waits for memory, so with more row tiles only the later
-// ones prefetch (2 % faster with 64 rows of A). With few row tiles, as for 6 or 16
-// rows, the later ones are too few to prefetch the panel in time.
+// Maximum number of row tiles for which the first row tile also prefetches the next
+// panel of B. If the first row tile packs the current panel while it multiplies, it
+// already waits for memory. With more row tiles, only the later ones therefore prefetch
+// (2 % faster with 64 rows of A). With few row tiles, as for 6 or 16 rows of A, the
+// later ones are too few to prefetch the panel in time.
 constexpr int64_t kFewTiles = 6;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,

@@ -1,4 +1,4 @@
-// The plan of a GEMM on the CPU.
+// Plans a GEMM on the CPU: divides it into work units, and computes a unit.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace jax_ub {
 
-// Plans a product with the given kernels. Otherwise like PlanGemm.
+// Plans a product as PlanGemm does, but with the given kernels instead of those of the
+// current instruction set.
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
@@ -69,11 +70,11 @@ class TiledPlan : public GemmPlan {
     return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
   }
   // Packs rows `block` of A, unless tile kernels can read them in place. Sets `tiles`
-  // to their tiles.
+  // to the tiles of these rows.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares a panel of B, which `num_rows` rows of A will be multiplied by. Packs it,
-  // or sets `b.panel.source` so that the first tile packs it. Returns the end of the
-  // columns that it has prepared, which may be several panels.
+  // Prepares a panel of B for a multiplication by `num_rows` rows of A. Packs the
+  // panel, or sets `b.panel.source` so that the first tile packs it. Returns the end of
+  // the columns that are prepared, which may be several panels.
   //
   // Also sets `b.prefetch` to the memory that will be packed next: the following panel
   // or, after the last columns of the work unit (`unit`), the first panel of the next
@@ -120,8 +121,8 @@ class TiledPlan : public GemmPlan {
   const OperandReader b_;
   const ResultWriter c_;
   const int64_t tile_floats_;
-  // Distance between the sums of two tiles in the workspace, in floats. 0: all tiles
-  // use the same memory.
+  // Distance between the sums of two tiles in the workspace, in floats. It is 0 if all
+  // tiles use the same memory one after the other.
   const int64_t sums_step_;
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;

@@ -43,8 +43,9 @@ bool AreProductsNormal(float scale, const float* factors, int64_t columns) {
   return has_other == 0;
 }
 
-// Multiplies each sum of a row by the product of `scale` and the factor of its column,
-// or by one after the other if f32 cannot represent the product as a normal number.
+// Multiplies each sum of a row by `scale` and by the factor of its column: by their
+// product or, if f32 cannot represent the product as a normal number, by `scale` and
+// then by the factor.
 void ScaleRow(float* sums, int64_t columns, float scale, const float* factors) {
   if (AreProductsNormal(scale, factors, columns)) {
     for (int64_t c = 0; c < columns; ++c) sums[c] *= scale * factors[c];
@@ -61,10 +62,11 @@ void ScaleRow(float* sums, int64_t columns, float scale) {
   for (int64_t c = 0; c < columns; ++c) sums[c] *= scale;
 }
 
-// Minimum size, in bytes, of all replicas together that are written with non-temporal
-// stores. Such stores do not read the cache lines that they overwrite, and larger
-// replicas would not fit into the caches (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 %
-// faster; 0 to 6 % faster together with the operations that read the result).
+// Replicas of the result are written with non-temporal stores if all of them together
+// have more than this number of bytes. Such replicas would not fit into the caches, and
+// non-temporal stores do not read the cache lines that they overwrite (Zen 4, 8
+// replicas of 1024 x 1024: GEMM+AR is 8 % faster; GEMM+AR and the operations that read
+// the result are together 0 to 6 % faster).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
 void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
@@ -72,7 +74,7 @@ void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
 }
 
 // Copies `size` bytes with non-temporal stores. FinishStream must be called before
-// another thread reads them.
+// another thread reads the copy.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
   constexpr int64_t kVector = sizeof(__m128i);

@@ -23,7 +23,7 @@ class ResultWriter {
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
   // Returns whether each segment of A along K has its own factors. If so, Scale must be
-  // called for each segment, and Store does not multiply.
+  // called for each segment, and Store multiplies by no factors.
   bool has_factors_by_k() const { return has_factors_by_k_; }
   // Multiplies sums over segment `k_segment` of A in place by the scale and the factors
   // of this segment.
@@ -41,10 +41,10 @@ class ResultWriter {
   // rows of it, because storing short rows to several replicas is slow.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
-  // Returns whether a tile kernel can store this rectangle itself: it is within one
-  // segment, is stored once, and needs at most one addend, or no addend and the same
-  // factor for all sums. If so, sets the destination, the addend and the factor in
-  // `output`.
+  // Returns whether a tile kernel can store this rectangle itself. The rectangle must
+  // be within one segment and be stored once. It may have at most one addend or,
+  // without addends, a single factor for all its sums. If so, sets the destination, the
+  // addend and the factor in `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
   // Prefetches the memory that Store will access. Covers only the segment in which the
@@ -70,12 +70,12 @@ class ResultWriter {
   // rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
-  // Returns the product of the scale and all factors of a segment, by which each sum is
-  // multiplied once. Returns null if a factor differs between rows or columns, or if f32
-  // cannot represent the product as a normal number.
+  // Returns the product of the scale and all factors of a segment, so that each sum is
+  // multiplied only once. Returns nullopt if a factor differs between rows or columns,
+  // or if f32 cannot represent the product as a normal number.
   std::optional<float> FindFactor(int64_t segment) const;
   // Multiplies the sums of a block in place by scale_ and factors_. `first` is the
-  // index of the current segment along K in FactorView::segments.
+  // index in FactorView::segments at which the current segment along K begins.
   void ScaleSegmentBlock(int64_t first,
                          float* sums,
                          int64_t sums_stride,

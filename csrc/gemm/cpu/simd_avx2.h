@@ -1,4 +1,4 @@
-// Vectors of eight f32: AVX2, FMA and F16C.
+// Defines vectors of eight f32 with the instructions of AVX2, FMA and F16C.
 #pragma once
 
 #include <immintrin.h>

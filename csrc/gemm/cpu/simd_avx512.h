@@ -1,4 +1,4 @@
-// Vectors of sixteen f32: AVX512 F, BW, VL and DQ.
+// Defines vectors of sixteen f32 with the instructions of AVX512 F, BW, VL and DQ.
 //
 // tests/csrc/emulated_avx512.h defines the same intrinsics in plain C++, so that unit
 // tests can run this code on machines without the instructions.
@@ -81,8 +81,8 @@ inline __m512i BF16OfFp8Lanes(__m512i bytes) {
   const __mmask32 is_special =
       _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(kFormat.first_special - 1));
   wide = _mm512_mask_add_epi16(wide, is_special, wide, to_bf16);
-  // Converts zero and subnormal numbers by a table of the first 32 numbers, which fits
-  // into a vector register.
+  // Zero and subnormal numbers are converted by a table of the first 32 numbers, which
+  // fits into a vector register.
   const __mmask32 is_subnormal =
       _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(kExponentBits));
   wide = _mm512_mask_permutexvar_epi16(wide, is_subnormal, magnitude,

@@ -1,5 +1,6 @@
-// Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h and
-// kernel_set.h. Elements of FP8 are converted to bf16, which is exact.
+// Packs and multiplies words that are pairs of bf16, with AVX512_BF16. This header must
+// be included after simd_avx512.h and kernel_set.h. Elements of FP8 are converted to
+// bf16, which is exact.
 //
 // vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It
 // treats subnormal operands as zero and flushes subnormal results to zero.
@@ -27,13 +28,14 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
-// The order for two rows of 32 FP8 numbers, each in the lower half of a vector.
-// PairsOfFp8 then returns the bf16 pairs of the first and of the last 16 columns.
+// The order of bytes for two rows of 32 FP8 numbers, each in the lower half of a
+// vector. With this order, PairsOfFp8 returns a bf16 pair for each column: the first 16
+// columns in the first vector, and the last 16 columns in the second vector.
 inline constexpr ByteOrder kOrderOfTwoRows = OrderOfBytes(1, 64, 16);
 
-// Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and of row
-// 2k + 1 in the upper half. It is a template argument of PackCopied and of packing tiles.
-// The members have the same meaning as in Widened (pack_kernel.h).
+// Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and an
+// element of row 2k + 1 in the upper half. It is a template argument of PackCopied and
+// of packing tiles. The members have the same meaning as in Widened (pack_kernel.h).
 template <DType kDType>
 struct Pairs {
   static constexpr int64_t kBytes = kElementBytes<kDType>;
@@ -170,7 +172,8 @@ inline void ScalePairs(void* words,
   }
 }
 
-// Calls function.operator()<dtype>() for each dtype whose numbers are exact in bf16.
+// Calls function.operator()<dtype>() for each dtype whose values bf16 represents
+// exactly.
 template <typename Function>
 constexpr void ForEachPairDType(const Function& function) {
   ForEachDType([&]<DType kDType>() {

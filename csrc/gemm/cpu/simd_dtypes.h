@@ -1,5 +1,5 @@
 // Loads elements of any dtype as f32 vectors, and stores f32 vectors as elements of any
-// dtype. Included after a simd header.
+// dtype. This header must be included after a simd header, whose vector type it uses.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -17,9 +17,9 @@ constexpr void ForEachDType(const Function& function) {
   if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
 }
 
-// Returns the size of an element. Does not call InfoOf at run time: this file is
-// compiled for AVX, and the linker might use its copy of InfoOf in files that must run
-// on CPUs without AVX.
+// Returns the size of an element in bytes. Does not call InfoOf at run time: this file
+// is compiled for AVX, and the linker might use its copy of InfoOf in files that must
+// run on CPUs without AVX.
 inline int64_t BytesOf(DType dtype) {
   int64_t bytes = 0;
   ForEachDType([&]<DType kDType>() {

@@ -1,5 +1,5 @@
-// Converts 64 FP8 numbers at a time, with byte permutations of AVX512_VBMI. Included
-// after simd_avx512.h.
+// Converts 64 FP8 numbers at a time, with byte permutations of AVX512_VBMI. This header
+// must be included after simd_avx512.h.
 #pragma once
 
 #include "gemm/cpu/fp8.h"
@@ -13,9 +13,11 @@ struct ByteOrder {
   uint8_t from[64];
 };
 
-// Returns the order of bytes in which PairsOfFp8 puts byte lane * lane_stride + upper *
-// upper_stride + second * second_stride into 32-bit lane `lane` of its first (second = 0)
-// or second (second = 1) vector, in the lower (upper = 0) or the upper (upper = 1) bf16.
+// Returns an order of bytes for PairsOfFp8, which converts 64 bytes to two vectors of
+// bf16 pairs. In the first (second = 0) or the second vector (second = 1), the pair in
+// 32-bit lane `lane` has a lower (upper = 0) and an upper bf16 (upper = 1). This bf16
+// is converted from byte lane * lane_stride + upper * upper_stride + second *
+// second_stride.
 constexpr ByteOrder OrderOfBytes(int lane_stride, int upper_stride, int second_stride) {
   ByteOrder order = {};
   for (int i = 0; i < 64; ++i) {
@@ -28,9 +30,10 @@ constexpr ByteOrder OrderOfBytes(int lane_stride, int upper_stride, int second_s
   return order;
 }
 
-// The order for a vector of 16 columns that have four FP8 numbers along K each.
-// PairsOfFp8 then returns the pairs of the first two numbers of each column, and of the
-// last two.
+// The order of bytes for a vector of 16 columns that have four FP8 numbers along K
+// each. With this order, PairsOfFp8 returns a bf16 pair for each column in both
+// vectors: the first two numbers of the column in the first vector, and the last two in
+// the second vector.
 inline constexpr ByteOrder kOrderOfColumns = OrderOfBytes(4, 1, 2);
 
 inline __m512i Permute(Vec bytes, const ByteOrder& order) {
@@ -38,8 +41,8 @@ inline __m512i Permute(Vec bytes, const ByteOrder& order) {
                                  _mm512_castps_si512(bytes));
 }
 
-// Converts 64 FP8 numbers to 32 words (pairs of bf16). Of each 16 numbers, the first 8
-// become four words of `first`, the last 8 four words of `second`.
+// Converts 64 FP8 numbers to 32 words (pairs of bf16). Of every 16 numbers, the first 8
+// become four words of `first`, and the last 8 become four words of `second`.
 template <DType kDType>
 inline void PairsOfFp8(__m512i codes, Vec& first, Vec& second) {
   const Fp8Bytes& table = kFp8Bytes<kDType>;
@@ -55,9 +58,10 @@ inline void PairsOfFp8(__m512i codes, Vec& first, Vec& second) {
   second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
 }
 
-// Permutes 64 FP8 numbers by `order` and converts them to f32, by PairsOfFp8, which
-// returns two vectors of bf16 pairs: words[0] and words[1] are the lower and the upper
-// numbers of the pairs in `first`, words[2] and words[3] those of the pairs in `second`.
+// Permutes 64 FP8 numbers by `order`, and converts them to f32. PairsOfFp8 first
+// converts them to two vectors of bf16 pairs. words[0] and words[1] get the lower and
+// the upper numbers of the pairs in the first vector, words[2] and words[3] those in
+// the second vector.
 template <DType kDType>
 inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
   Vec pairs[2];
@@ -88,7 +92,8 @@ struct WidenedByBytes<kDType> : Widened<kDType> {
     WidenFp8<kDType>(Load(row), kOrderOfRow, words);
   }
 
-  // A lane has four neighboring elements of a row.
+  // Each lane has four neighboring FP8 elements of a row. Converts them to f32, and
+  // stores element i of all lanes at to + i * stride.
   static void StoreLanes(Vec lanes, char* to, int64_t stride) {
     Vec words[4];
     WidenFp8<kDType>(lanes, kOrderOfColumns, words);

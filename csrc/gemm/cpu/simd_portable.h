@@ -1,5 +1,5 @@
-// Vectors of four f32 in C++ with GCC's vector extension, for any x86-64 or AArch64
-// CPU.
+// Defines vectors of four f32 with GCC's vector extension of C++, for any x86-64 or
+// AArch64 CPU.
 #pragma once
 
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// Products with few rows of A. They are limited by the memory bandwidth of reading B,
+// Computes products with few rows of A. The memory bandwidth of reading B limits them,
 // so B is read once, in place, without packing.
 //
 //   sums[m, c] += sum_k A[m, k] * B[k, c],   m < kRows <= kMaxSmallM, c < columns
@@ -30,8 +30,8 @@ inline void PrefetchVector(const char* row, int64_t offset) {
 }
 
 // Adds the products of A and kStep rows of B to the sums, for all columns. Each sum is
-// loaded and stored once per kStep words of K. Prefetches kStep rows that follow later,
-// at `next`: the rows of a block are too short for the processor to prefetch them by
+// loaded and stored once per kStep words of K. Prefetches the kStep rows at `next`,
+// because the rows of a block are too short for the processor to prefetch them by
 // itself.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,

@@ -10,15 +10,15 @@ namespace jax_ub {
 
 namespace {
 
-// Returns how many columns a unit has. Its sums fit into the L1 cache. Each worker gets
-// several units, to balance the load.
+// Returns the number of columns of a work unit, whose sums fit into the L1 cache. If
+// possible, each worker gets several units, which balances the load.
 int64_t StripColumns(int64_t n, int num_workers) {
   const int64_t even = num_workers <= 1 ? n : CeilDiv(n, 4 * num_workers);
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
 }
 
-// Returns the kernel for products of m rows that can read B as this segment stores it,
-// with its strides; null if there is none.
+// Returns the kernel for products of `m` rows that can read B in the layout of
+// `segment`. Returns null if there is none.
 SmallMFunction FindKernel(const KernelSet& kernels,
                           int64_t m,
                           DType dtype,
@@ -82,8 +82,8 @@ void SmallMPlan::WidenA(std::byte* rows) const {
         const std::byte* from =
             segment->data + (m - a.outer_bounds[i]) * segment->outer_stride * bytes;
         std::byte* to = rows + 4 * (m * problem_.k + k);
-        // A contiguous row is converted at once; a strided row is converted as num_k
-        // rows of one element.
+        // The elements of a contiguous row are converted in one call. The elements of a
+        // strided row are converted as num_k rows of one element.
         const Summand summand = {from, segment->inner_stride * bytes, a.dtype};
         const int64_t lines = is_row ? 1 : num_k;
         kernels_.sum(&summand, 1, lines, is_row ? num_k : 1, to, 4, DType::kF32);

@@ -1,4 +1,5 @@
-// The plan for products with few rows. A unit is a block of columns. B is read in place.
+// The plan of products with few rows of A. A work unit is a block of columns. B is read
+// in place.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +13,10 @@ namespace jax_ub {
 
 class SmallMPlan : public GemmPlan {
  public:
-  // Returns whether the kernel set has kernels for this number of rows (at least 1) and
-  // for the dtype and layout of B, and the product has neither scales of elements nor
-  // factors of its segments along K.
+  // Returns whether a SmallMPlan can compute the product. The kernel set must have
+  // kernels for this number of rows (at least 1), and for the dtype and the layout of
+  // B. The product must have neither scales of elements nor factors of its segments
+  // along K.
   static bool Supports(const GemmProblem& problem, const KernelSet& kernels);
 
   SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);

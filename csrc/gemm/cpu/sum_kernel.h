@@ -1,4 +1,5 @@
-// Sums matrices, for the epilogue of a GEMM and for the reduction of partial results.
+// Adds several matrices. Used at the end of a GEMM, to add the addends, and for the
+// reduction of partial results.
 #pragma once
 
 #include <string.h>
@@ -8,8 +9,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// Sums kVectors vectors of one row, from `column` on. Tests the dtype of each summand
-// only once.
+// Adds the summands in kVectors vectors of one row, from `column` on. Tests the dtype
+// of each summand only once.
 template <DType kOut, int kVectors>
 inline void SumVectors(
     const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {
@@ -31,7 +32,8 @@ inline void SumVectors(
   }
 }
 
-// Sums the last `count` columns of a row, which do not fill a vector, in padded copies.
+// Adds the summands in the last `count` columns of a row, which do not fill a vector.
+// Uses copies that are padded to a vector.
 template <DType kOut>
 inline void SumRest(const Summand* summands,
                     int num_summands,

@@ -73,7 +73,8 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   StoreRowsAsAny(sum, output);
 }
 
-// Prefetches the cache lines that belong to one step.
+// Prefetches the cache lines of one step of a tile (kStepWords words of K), and moves
+// the cursor past them.
 inline void FetchStep(PrefetchCursor& prefetch) {
   for (int64_t i = 0; i < prefetch.lines_per_step && prefetch.num_rows > 0; ++i) {
     Prefetch(prefetch.row + prefetch.at);
@@ -86,8 +87,8 @@ inline void FetchStep(PrefetchCursor& prefetch) {
   }
 }
 
-// Template argument `Words` of Tile if the panel of B is packed already. With Widened
-// or Pairs, the tile packs the panel while it multiplies.
+// Template argument `Words` of Tile for a panel of B that is already packed. With
+// Widened or Pairs, the tile packs the panel while it multiplies.
 struct Packed {};
 
 template <typename Words>
