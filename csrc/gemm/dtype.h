@@ -5,8 +5,10 @@
 // functions that load and store it (gemm/cpu/simd_*.h, reduce/cuda/sum_kernels.cu).
 #pragma once
 
-// Only C headers are included: files for different instruction sets include this
-// header, and the linker may merge inline functions of C++ headers across them.
+// Only C headers are included here. Files that are compiled for different instruction
+// sets include this header, and each of them compiles its own copy of an inline
+// function. The linker keeps a single copy, which may contain instructions that the CPU
+// lacks.
 #include <stdint.h>
 
 namespace jax_ub {
@@ -23,7 +25,8 @@ struct DTypeInfo {
   bool exact_in_bf16;  // whether bf16 represents every value exactly
 };
 
-// The properties of all dtypes, indexed by DType.
+// The properties of each dtype: names, size in bytes and possible uses. Indexed by
+// DType.
 inline constexpr DTypeInfo kDTypes[] = {
     {DType::kF32, "f32", "float32", 4, true, true, false},
     {DType::kBF16, "bf16", "bfloat16", 2, true, true, true},

@@ -25,9 +25,9 @@ inline constexpr int kMaxAddends = 7;
 // operands.
 inline constexpr int kMaxFactors = 2;
 
-// A GEMM: C = round(scale * A * B * factors + sum of addends). The sum is multiplied by
-// the product of `scale` and the factors of its row and column, or by one after the
-// other if f32 cannot represent the product as a normal number. With
+// A GEMM: C = round(scale * A * B * factors + sum of addends). Each sum is multiplied
+// by `scale` and by the factors of its row and column: by their product or, if f32
+// cannot represent the product as a normal number, by one after the other. With
 // `has_factors_by_k`, each segment of A along K has its own factors, which multiply the
 // sum over this segment.
 //
@@ -47,8 +47,8 @@ struct GemmProblem {
   bool has_factors_by_k = false;
 };
 
-// Throws std::invalid_argument if views and sizes of the problem do not match, with the
-// actual and the expected values.
+// Throws std::invalid_argument if views and sizes of the problem do not match. The
+// message has the actual and the expected values.
 void CheckProblem(const GemmProblem& problem);
 
 // A problem, divided into work units. Units are independent: each writes a different
@@ -64,8 +64,9 @@ class GemmPlan {
 
 class BlockingCache;
 
-// The number of threads that share the work units of a product, and a cache of the
-// division of products into units (null: each product is divided anew).
+// The number of threads that share the work units of a product, and a cache of
+// divisions of products into units. Without a cache (null), each product is divided
+// anew.
 struct Workers {
   Workers(int count, BlockingCache* blocking_cache = nullptr)  // NOLINT: implicit
       : num(count), blockings(blocking_cache) {}

@@ -71,9 +71,9 @@ struct ResultView {
   std::vector<Segment> segments;  // [replica][row segment][column segment]
 };
 
-// A segment of an addend, which is added to the f32 sum before it is rounded. An addend
-// has the same segments as the result, and may be in its memory. A bias has row_stride
-// 0.
+// A segment of an addend, which is added to the f32 sum before the sum is rounded. An
+// addend has the same segments as the result, and may be in the memory of the result. A
+// bias has row_stride 0.
 struct AddendSegment {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;

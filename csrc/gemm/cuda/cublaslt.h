@@ -1,6 +1,6 @@
-// The subset of cuBLASLt's C interface that the GEMMs use. It is declared here, and its
-// functions are looked up at run time in the libcublasLt.so that JAX has loaded, so
-// that neither building nor loading jax_ub requires the library.
+// The subset of cuBLASLt's C interface that the GEMMs use. The types and functions are
+// declared here. The functions are looked up at run time in the libcublasLt.so that JAX
+// has loaded, so neither building nor loading jax_ub requires the library.
 //
 // All declarations are identical in cuBLASLt 12 and 13. The opaque objects behind the
 // pointers are not (a matrix layout has 64 bytes in version 12 and 112 bytes in version
@@ -47,12 +47,14 @@ enum class DataType : int32_t {  // cudaDataType
 };
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
-// What one scale multiplies: the whole matrix (f32), 32 elements along K (e8m0, in the
-// tiles of fp8_scale_params.h), or one row of op(A) or column of op(B) (f32).
+// The part of an operand that one scale multiplies. kScalar: the whole matrix, by an
+// f32. kVec32: 32 elements along K, by an e8m0 number (fp8_scale_params.h describes
+// their layout). kOuterVector: a row of op(A) or a column of op(B), by an f32.
 enum class ScaleMode : int32_t { kScalar = 0, kVec32 = 2, kOuterVector = 3 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
-// Where split-K algorithms store partial sums: bits of a mask, or kNone.
+// Where an algorithm that splits K stores its partial sums. The values are bits of a
+// mask of allowed places.
 enum class ReductionScheme : uint32_t {
   kNone = 0,         // no split-K
   kInPlace = 1,      // in the result, in the result's dtype

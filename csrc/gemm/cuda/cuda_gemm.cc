@@ -45,8 +45,9 @@ Fused FuseAddends(const GemmProblem& problem) {
   return fused;
 }
 
-// Returns whether cuBLASLt can store the final result, including the addends. Does not
-// depend on addresses, so that the workspace size does not either.
+// Returns whether cuBLASLt can store the final result, including the addends. The
+// answer does not depend on addresses, so that the size of the workspace does not
+// depend on them.
 bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   const int64_t num_terms = MaxTerms(problem);
   if (num_terms == 0) return problem.addends.empty();
@@ -72,8 +73,8 @@ int64_t SumBytes(const GemmProblem& problem) {
   return BytesInWorkspace(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the largest power of two, at most kPlannedAlignmentBytes, of which the
-// addresses in bytes of all matrices of a batch are multiples.
+// Returns the alignment in bytes of all matrices of a batch: the largest power of two
+// that divides their addresses, but at most kPlannedAlignmentBytes.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -92,8 +93,8 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // The row stride of a matrix with a single row has no meaning, so it may be too
-  // small.
+  // The row stride of a matrix with a single row has no meaning, so a stride that is
+  // smaller than the row is accepted.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -172,7 +173,8 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // Address of the f32 sum of one block at a time, for Addition::kAfter.
+    // Address of the f32 sum of one block. Blocks use it one after the other, for
+    // Addition::kAfter.
     CUdeviceptr sums = 0;
     Fp8Copy copy_of_a = {};
     Fp8Copy copy_of_b = {};
@@ -230,8 +232,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Chooses how the addends, such as a bias, are added to a block of the result.
-  // Depends on the alignment of addresses, but not otherwise on addresses.
+  // Chooses how the addends, such as a bias, are added to a block of the result. The
+  // choice depends on addresses only by their alignment.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;
@@ -261,8 +263,8 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns the term that cuBLASLt multiplies, in which operands that CopyOperands has
-  // copied to the workspace are replaced by their copies.
+  // Returns the term that cuBLASLt multiplies: term number `index` of the block, with
+  // the copies of those operands that CopyOperands copies to the workspace.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {
@@ -272,8 +274,8 @@ class CudaGemm::State {
     return term;
   }
 
-  // Enqueues kernels that copy operands and their scales into the workspace, if
-  // cuBLASLt cannot read them in place.
+  // Enqueues kernels that copy operands and their scales to the workspace, if cuBLASLt
+  // cannot read them in place.
   void CopyOperands(const Pass& pass,
                     const GemmBlock& block,
                     const BlockTerm& term) const {
@@ -284,8 +286,9 @@ class CudaGemm::State {
                       term.k, block.batch);
   }
 
-  // Returns the address of an operand's scales for cuBLASLt, or null if it has none.
-  // `side` is 0 for A, whose scales may be factors of rows, and 1 for B (of columns).
+  // Returns the address of an operand's scales for cuBLASLt, or null if the operand has
+  // none. `side` is 0 for A, whose scales may be factors of the result's rows, and 1
+  // for B, whose scales may be factors of its columns.
   static const void* ScalesOf(const OperandView& operand,
                               const Fp8Copy& copy,
                               const BlockTerm& term,
@@ -331,8 +334,9 @@ class CudaGemm::State {
     return num_algorithms;
   }
 
-  // Sets the addends in the key and the arguments of cuBLASLt's matmul, as its C and
-  // its bias. Returns false if the bias is not aligned as its kernels require.
+  // Passes the addends to cuBLASLt's matmul as its C and its bias, by the key and the
+  // arguments. Returns false if the bias is not aligned as the kernels of cuBLASLt
+  // require.
   static bool AddFused(const Pass& pass,
                        const GemmBlock& block,
                        MatmulKey& key,

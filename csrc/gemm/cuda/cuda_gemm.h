@@ -69,18 +69,18 @@ class CudaGemm {
   CudaGemm(const CudaGemm&) = delete;
   CudaGemm& operator=(const CudaGemm&) = delete;
 
-  // Returns a size that is sufficient for the workspace of all problems with these
-  // shapes, strides and dtypes, whatever their addresses. A multiple of 256. Needs no
+  // Returns a workspace size that is sufficient for all problems with these shapes,
+  // strides and dtypes, at any addresses. The size is a multiple of 256. Needs no
   // device. Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the
   // operands.
   static int64_t WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8 = true);
 
   // Creates the plans that Enqueue needs: queries cuBLASLt's heuristics, and runs each
-  // new plan once, so that its kernels are loaded. Allocates device memory for that and
-  // waits for the device, so it must not be called during a stream capture. Plans
-  // depend on the alignment of addresses and on which segments are adjacent, but not
-  // otherwise on addresses. Returns the number of algorithms for the problem, at least
-  // 1: GemmOptions::algorithm may have any smaller value.
+  // new plan once, so that its kernels are loaded. Allocates device memory for these
+  // runs and waits for the device, so it must not be called during a stream capture.
+  // Plans depend on addresses only by their alignment and by which segments are
+  // adjacent. Returns the number of algorithms for the problem, at least 1:
+  // GemmOptions::algorithm may have any smaller value.
   int Prepare(const GemmProblem& problem,
               const GemmOptions& options,
               const GemmWorkspace& workspace);

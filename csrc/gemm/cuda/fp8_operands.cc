@@ -14,8 +14,8 @@ bool HasBlockScales(const OperandView& operand) {
   return !operand.scales.empty() && operand.scale_dtype == DType::kE8M0;
 }
 
-// Returns whether blocks with one scale extend along k. If they extend along the other
-// dimension, the operand must be converted.
+// Returns whether a scale applies to a block of elements along k. Otherwise the block
+// is along the other dimension, and the operand must be converted.
 bool IsAlongK(const ScaleSegment& scales) { return scales.inner_block == kScaledBlock; }
 
 bool IsContiguousAlongK(const ConstSegment& segment) {

@@ -1,4 +1,5 @@
-// Prepares FP8 operands as cuBLASLt reads them: copies and scales in the workspace.
+// Prepares FP8 operands for cuBLASLt. If cuBLASLt cannot read an operand or its scales
+// in place, they are copied to the workspace:
 //
 //   operand                                      workspace
 //   contiguous along k, or all layouts are read  nothing
@@ -42,8 +43,9 @@ class Fp8Copy {
   // Returns the address of the copied scales: one per block, in the tiles that cuBLASLt
   // reads, or one per row.
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
-  // Returns the address of scratch memory of the kernels that convert rows: they divide
-  // each row into parts and write the largest absolute value of each part there.
+  // Returns the address of scratch memory for the kernels that convert rows. They
+  // divide each row into parts, and write the largest absolute value of each part to
+  // this memory.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
   // Returns the operand that cuBLASLt reads: the copy if values are copied, otherwise
   // `original`. A copy with block scales has the layout of the original; all others are
@@ -58,8 +60,8 @@ class Fp8Copy {
   int64_t largest_bytes_ = 0;
 };
 
-// Enqueues the kernels that copy FP8 operands and their scales to the workspace, as
-// cuBLASLt reads them. Loads the kernels in the current CUDA context.
+// Enqueues the kernels that copy FP8 operands and their scales to the workspace, in the
+// form that cuBLASLt reads. Loads the kernels in the current CUDA context.
 class Fp8Operands {
  public:
   // Keeps references to both arguments, which must outlive the object.

@@ -1,5 +1,6 @@
-// Stores the e8m0 scales of FP8 operands as cuBLASLt reads them, and converts operands
-// whose scales change along k: to scales of blocks along k, or to scales of rows.
+// Stores the e8m0 scales of FP8 operands in the layout that cuBLASLt reads. Converts
+// operands whose scales change along k, to scales of blocks along k or to scales of
+// rows.
 //
 // A conversion multiplies each value by the quotient of its old and its new scale, and
 // rounds once, to nearest even. The new scale is the smallest power of two with which
@@ -93,10 +94,10 @@ __device__ uint8_t* At(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
          inner * matrix.inner_stride;
 }
 
-// Returns the biased exponent of the smallest new scale such that number / scale does
-// not exceed the largest FP8 number, but at least `least`. The number is |value| * old
-// scale. It is given as `bits`: the f32 bits of |value|, plus 2^23 times the biased
-// exponent of the old scale.
+// Returns the biased exponent of the smallest power-of-two scale with which number /
+// scale does not exceed the largest FP8 number. Returns at least `least`. The number is
+// |value| * old scale. `bits` represents it: the f32 bits of |value|, plus 2^23 times
+// the biased exponent of the old scale.
 __device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t least) {
   constexpr int64_t kOne = int64_t{1} << kF32MantissaBits;
   const int64_t above = bits - format.largest;

@@ -1,6 +1,6 @@
-// Parameters of the kernels that prepare scales of FP8 operands, and operands with new
-// scales. Shared by the kernels, their launcher and their host emulation
-// (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr values.
+// Parameters of the kernels that prepare the scales of FP8 operands, and that convert
+// operands to new scales. The kernels, their launcher and their host emulation
+// (tests/csrc/cuda/emulated_kernels.h) share them. Addresses are CUdeviceptr values.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ struct ByteMatrix {
 };
 
 // Parameters of the kernel jax_ub_block_scales, which stores the e8m0 scales of an FP8
-// operand [outer, 32 * num_blocks] as cuBLASLt reads them. Element (o, k) has the scale
-// scales(o, k / 32).
+// operand [outer, 32 * num_blocks] in the layout that cuBLASLt reads. Element (o, k)
+// has the scale scales(o, k / 32).
 //
 // With `converts`, element (o, k) has the scale scales(o / 32, k) instead. The kernel
 // then computes new scales for blocks along k, and also stores `converted`, the values
@@ -52,8 +52,8 @@ struct BlockScalesParams {
 
 // Parameters of the kernels jax_ub_row_amax and jax_ub_convert_rows, for an FP8 operand
 // [outer, k] in which element (o, k) has the f32 scale scales[k]. The first kernel
-// stores the largest |value| * scale of each part of a row. The second one stores
-// `converted`, values that have one scale per row, a power of two.
+// stores the largest |value| * scale of each part of a row. The second kernel stores
+// `converted`: values that have a single scale per row, which is a power of two.
 struct RowScalesParams {
   ByteMatrix values;
   uint64_t scales;
@@ -65,15 +65,17 @@ struct RowScalesParams {
   DType dtype;
 };
 
-// Number of elements in a part of a row, which one thread reads.
+// Number of elements in a part of a row. One thread reads a part.
 inline constexpr int64_t kRowPart = 256;
-// Number of elements that a thread stores at once, in 16 bytes. It must divide k.
+// Number of elements that a thread stores at once, in 16 bytes. k must be a multiple of
+// this number.
 inline constexpr int64_t kRowVector = 16;
 
 inline constexpr char kBlockScalesKernel[] = "jax_ub_block_scales";
 inline constexpr char kRowAmaxKernel[] = "jax_ub_row_amax";
 inline constexpr char kConvertRowsKernel[] = "jax_ub_convert_rows";
-// Number of threads in a block of jax_ub_block_scales, one per row of a tile.
+// Numbers of threads in a thread block. jax_ub_block_scales has one thread per row of a
+// tile of scales. The other kernels have kRowScalesThreads threads.
 inline constexpr int kBlockScalesThreads = static_cast<int>(kScaleTileRows);
 inline constexpr int kRowScalesThreads = 128;
 

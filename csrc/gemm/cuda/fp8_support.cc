@@ -31,8 +31,8 @@ std::string WhyNoFp8(std::string_view scaled_unit,
            TextOf(device);
   }
   constexpr std::string_view kInstead = ". Use a recipe with one scale per tensor";
-  // The oldest version of cuBLASLt that multiplies MXFP8: in older ones, the heuristics
-  // confuse MXFP8 with other FP8 products.
+  // The oldest version of cuBLASLt with which MXFP8 is multiplied. The heuristics of
+  // older versions confuse MXFP8 with other FP8 products.
   constexpr size_t kLeastForBlocks = 120900;
   if (scaled_unit == "block") {
     const bool is_old = version != 0 && version < kLeastForBlocks;

@@ -1,4 +1,5 @@
-// What cuBLASLt supports of FP8, by compute capability and version.
+// Tells which FP8 GEMMs cuBLASLt supports, by the compute capability of the device and
+// the version of cuBLASLt.
 #pragma once
 
 #include <compare>

@@ -179,8 +179,8 @@ class Grid {
     AddTable(Content::kMatrix, kRows, kColumns, bytes, spot_of);
   }
 
-  // Adds a table of the factors of each block of the result, those that belong to
-  // segment `part` along K.
+  // Adds a table with the factors of each block of the result. If each segment along K
+  // has its own factors, these are the factors of segment number `part`.
   void AddFactor(const ResultView& like, const FactorView& factor, size_t part) {
     const size_t row_length = like.column_bounds.size() - 1;
     const size_t first = part * (like.row_bounds.size() - 1) * row_length;
@@ -195,7 +195,8 @@ class Grid {
     AddTable(Content::kFactors, kRows, kColumns, sizeof(float), spot_of);
   }
 
-  // Adds a table of an operand's scales, if it has any. Returns its index or kNoTable.
+  // Adds a table of an operand's scales, if the operand has any. Returns the index of
+  // the table or kNoTable.
   size_t AddScales(const OperandView& view, Axis outer, int inner_view) {
     if (view.scales.empty()) return kNoTable;
     const int64_t bytes = SizeOf(view.scale_dtype);
@@ -277,8 +278,8 @@ class Grid {
   }
 
   // Returns whether interval i + 1 can be multiplied in the same strided-batch GEMM as
-  // interval i. If the batch has several intervals already (`has_begun`), the
-  // distance in memory must be the same as between the intervals before.
+  // interval i. If the batch already has several intervals (`has_begun`), the distance
+  // in memory must equal the distance between these intervals.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(
@@ -361,8 +362,8 @@ class Grid {
     const auto [outer_stride, inner_stride] = spot.strides;
     BlockOperand operand;
     operand.data = spot.data;
-    // A matrix with a single line (row or column) may have any stride, which has no
-    // meaning then.
+    // The stride of a matrix with a single line (row or column) has no meaning, so any
+    // stride is accepted.
     if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
       operand.line_stride = std::max(outer_stride, k);
     } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {

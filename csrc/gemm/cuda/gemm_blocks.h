@@ -1,5 +1,6 @@
-// Converts a product over segmented operands to as few products of plain matrices or
-// strided batches as the addresses allow, for a library such as cuBLASLt.
+// Converts a product over segmented operands to products of plain matrices or strided
+// batches, which a library such as cuBLASLt can compute. The number of products is as
+// small as the addresses of the segments allow.
 //
 // Each dimension is cut where any view begins a new segment. Intervals that are
 // adjacent in memory in all views are merged again. Consecutive intervals of equal size
@@ -58,7 +59,8 @@ struct GemmBlock {
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
 // Returns the largest number of terms (products over one interval of K) that a block
-// can have, which is reached if no intervals are merged. Does not depend on addresses.
+// can have, at any addresses. A block has this number of terms if no intervals are
+// merged.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

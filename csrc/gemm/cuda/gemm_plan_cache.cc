@@ -13,8 +13,8 @@ namespace jax_ub {
 
 namespace {
 
-// Number of algorithms for which cuBLASLt is asked per product. GemmOptions::algorithm
-// selects one of them.
+// Maximum number of algorithms that cuBLASLt is asked to propose for a product.
+// GemmOptions::algorithm selects one of them.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {

@@ -30,22 +30,25 @@ struct PlannedMatrix {
   auto operator<=>(const PlannedMatrix&) const = default;
 };
 
-// The largest alignment on which plans rely. XLA aligns parameters of a program to 16
-// bytes (and its own buffers to 128), and cuBLAS needs no more for tensor cores. With a
-// larger one, a plan might differ between runs, and XLA could not update a graph that
-// was captured with other kernels.
+// kPlannedAlignmentBytes is the largest alignment of operands on which plans rely. XLA
+// aligns parameters of a program to 16 bytes (and its own buffers to 128), and cuBLAS
+// needs no more for tensor cores. If plans relied on a larger alignment, a plan might
+// differ between runs, and XLA could not update a graph that was captured with other
+// kernels. kWorkspaceAlignmentBytes is the alignment of arrays in a workspace.
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// Returns how many bytes of a workspace an array takes.
+// Returns how many bytes of a workspace an array takes, including the padding before
+// the next array.
 constexpr int64_t BytesInWorkspace(int64_t size_bytes) {
   return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
          kWorkspaceAlignmentBytes;
 }
 
-// Which scales A and B have, aligned to kPlannedAlignmentBytes: none; one f32 per
-// operand; one f32 per row of op(A) and column of op(B); or one e8m0 per block of 32
-// elements along k, in the tiles of fp8_scale_params.h.
+// The kind of scales that A and B have, aligned to kPlannedAlignmentBytes. kScalar: one
+// f32 per operand. kOuterVector: one f32 per row of op(A) and column of op(B). kBlocks:
+// one e8m0 number per block of 32 elements along k, in the layout of
+// fp8_scale_params.h.
 enum class Scales : uint8_t { kNone, kScalar, kOuterVector, kBlocks };
 
 // The key of a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], for each
@@ -100,12 +103,12 @@ class MatmulPlan {
 
   // Runs the plan once with temporary memory, and waits for it, so that Enqueue loads
   // no kernels. Loading may wait for all work of the device, including a kernel that
-  // waits for a peer: a deadlock. Later calls do nothing. Must not be called during a
-  // stream capture. `adds`: whether beta will not be zero.
+  // waits for a peer, which would be a deadlock. Later calls do nothing. Must not be
+  // called during a stream capture. `adds` says whether beta will differ from zero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // Enqueues the matmul with the algorithm of this index, or with the last algorithm if
-  // the index is too large. Thread-safe.
+  // Enqueues the matmul with the algorithm of index `algorithm`, or with the last
+  // algorithm if the index is too large. Thread-safe.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:
@@ -119,8 +122,8 @@ class MatmulPlan {
   void SetDescription(lt::DescAttribute attribute, auto value);
   void MakeDescription();
   void FindAlgorithms();
-  // Returns the index of this algorithm, or of the last algorithm if there are fewer.
-  // Throws UnsupportedError if there is no algorithm.
+  // Returns `algorithm` or, if it is too large, the index of the last algorithm. Throws
+  // UnsupportedError if there is no algorithm.
   int IndexOf(int algorithm) const;
   void Run(const MatmulArguments& arguments,
            int index,
@@ -140,8 +143,8 @@ class MatmulPlan {
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
   std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
-  // Guards description_ if there is a bias or a scale, because description_ then
-  // contains addresses of one call at a time.
+  // Guards description_ if there is a bias or a scale. description_ then contains their
+  // addresses, which differ between calls.
   std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };
@@ -153,7 +156,8 @@ class GemmPlanCache {
   explicit GemmPlanCache(const CublasLt& library);
 
   // Returns the plan for `key`, which it creates at the first call. Plans live as long
-  // as the cache. Thread-safe; the context of construction must be current.
+  // as the cache. Thread-safe. The CUDA context in which the cache was constructed must
+  // be current.
   MatmulPlan& Find(const MatmulKey& key);
 
  private:
