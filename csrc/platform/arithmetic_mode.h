@@ -11,8 +11,8 @@
 namespace jax_ub {
 
 // Sets the floating-point mode for the calling thread, and restores the previous mode
-// at the end of the scope. A thread inherits its mode from the thread that starts it,
-// which may have another mode.
+// at the end of the scope. This is necessary because a thread inherits the mode of the
+// thread that starts it, which may be another mode.
 class ArithmeticMode {
  public:
   ArithmeticMode() : saved_(Control()) { SetControl(kControl); }

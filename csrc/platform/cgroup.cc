@@ -10,8 +10,8 @@ namespace jax_ub {
 
 namespace {
 
-// Calls visit(directory) for each cgroup of this process that has the controller, from
-// the process's group up to the root.
+// Calls visit(directory) for each cgroup of this process in the hierarchy of the
+// controller, such as "memory". Visits the process's group first and the root last.
 template <typename Visit>
 void ForEachGroup(const std::string& mount,
                   const std::string& membership,
@@ -26,8 +26,8 @@ void ForEachGroup(const std::string& mount,
       if (("," + controllers + ",").find("," + controller + ",") == std::string::npos) {
         continue;
       }
-      // Controllers may share a mount, such as "cpu,cpuacct". /cpu is then a symbolic
-      // link to it.
+      // Several controllers may share a mount, such as "cpu,cpuacct". /cpu is then a
+      // symbolic link to this mount.
       hierarchy += "/" + controller;
     }
     for (std::filesystem::path group = path;; group = group.parent_path()) {
@@ -86,8 +86,8 @@ std::optional<int64_t> MemoryLeftIn(const std::string& group) {
 std::optional<double> Divide(std::istream&& quota, std::istream&& period) {
   double quota_us = 0;
   double period_us = 0;
-  // There is no limit if the quota is "max" (version 2) or -1 (version 1), or has no
-  // file.
+  // There is no limit if the quota is "max" (version 2) or -1 (version 1), or if its
+  // file does not exist.
   if (!(quota >> quota_us) || !(period >> period_us)) return std::nullopt;
   if (quota_us <= 0 || period_us <= 0) return std::nullopt;
   return quota_us / period_us;

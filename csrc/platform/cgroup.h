@@ -1,8 +1,10 @@
-// Queries the limits that cgroups set, such as those of a container or a Slurm job.
+// Queries the limits that cgroups set, such as the limits of a container or a Slurm
+// job.
 //
-// A limit is the minimum from the process's group up to the root. `mount` is the
-// directory where cgroups are mounted; in a container, it is the container's group. The
-// file `membership` lists the groups of the process.
+// The limit of a process is the minimum of the limits of its group and of all ancestors
+// of this group. `mount` is the directory where cgroups are mounted. In a container,
+// this directory is the container's group. The file `membership` lists the groups of
+// the process.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +14,7 @@
 namespace jax_ub {
 
 // Returns how many bytes this process can still allocate: the available memory of the
-// machine or, if smaller, the rest of the limit of a group.
+// machine or, if smaller, the memory that the limit of a cgroup leaves.
 int64_t AvailableBytes(const std::string& mount = "/sys/fs/cgroup",
                        const std::string& membership = "/proc/self/cgroup");
 

@@ -29,9 +29,10 @@ class Deadline {
 };
 
 // A deadline that does not count the time while this process is stopped (Ctrl-Z,
-// SIGSTOP, a frozen container, a debugger): the ranks of this process, and often their
-// peers, cannot arrive meanwhile. The owner must call Expired at least once per
-// kCheckPeriod. If it could not, the process was stopped, or was given no core.
+// SIGSTOP, a frozen container, a debugger). The ranks of a stopped process cannot
+// arrive, and often their peers cannot, either. The owner must call Expired at least
+// once per kCheckPeriod. A much longer interval between two calls means that the
+// process was stopped or got no core.
 class StoppableDeadline {
  public:
   using Clock = Deadline::Clock;

@@ -12,13 +12,13 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The call is wrong: shapes or dtypes of operands and results do not match.
+// The shapes or dtypes of operands and results do not match, so the call is wrong.
 class ShapeError : public Error {
  public:
   using Error::Error;
 };
 
-// The call is right, but not supported. For example, the op does not have this method,
+// The call is correct but not supported. For example, the op does not have this method,
 // or the machine has no CUDA driver.
 class UnsupportedError : public Error {
  public:
@@ -40,7 +40,7 @@ class DeadlineError : public CommunicatorError {
 };
 
 // A call of the operating system or of a driver failed. The message has the name of the
-// function and the reason.
+// called function and the reason.
 class SystemError : public Error {
  public:
   using Error::Error;

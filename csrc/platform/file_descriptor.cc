@@ -33,14 +33,14 @@ FileDescriptor NewEvent() {
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
   // The write fails only if the counter of the eventfd has its maximum. The event is
-  // then readable, as it should be.
+  // readable in this case, too.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
 void ClearEvent(const FileDescriptor& event) noexcept {
   uint64_t count = 0;
-  // The read fails only if the event has not been notified, so there is nothing to
-  // clear.
+  // The read fails only if there was no notification. The event is then not readable,
+  // as after a successful read.
   [[maybe_unused]] const ssize_t taken = read(event.get(), &count, sizeof(count));
 }
 
@@ -57,8 +57,8 @@ std::string DescribeIfStopped(pid_t pid) {
   // The file contains "<pid> (<name>) <state> ...". The name may contain any character,
   // even ")".
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  // The state is within the first 256 bytes. If the process exits meanwhile, `read`
-  // returns fewer bytes; a stream iterator would throw.
+  // The state is within the first 256 bytes. If the process exits during the read,
+  // `read` returns fewer bytes, whereas a stream iterator would throw.
   std::string line(256, '\0');
   file.read(line.data(), static_cast<std::streamsize>(line.size()));
   line.resize(static_cast<size_t>(file.gcount()));

@@ -22,7 +22,8 @@ using FileDescriptor = UniqueHandle<FileDescriptorTraits>;
 // Throws a SystemError with the text "`what`: <description of the errno `error`>".
 [[noreturn]] void ThrowSystemError(const std::string& what, int error);
 
-// Creates an event: a descriptor that is readable from NotifyEvent until ClearEvent.
+// Creates an event: a descriptor that becomes readable at NotifyEvent, and remains
+// readable until ClearEvent.
 FileDescriptor NewEvent();
 void NotifyEvent(const FileDescriptor& event) noexcept;
 void ClearEvent(const FileDescriptor& event) noexcept;
@@ -36,8 +37,8 @@ FileDescriptor WatchProcess(pid_t pid);
 std::string DescribeIfStopped(pid_t pid);
 
 // Waits until one of the descriptors has an event, which poll(2) stores in its
-// `revents`. Returns false if none has one by `until`. Without `until`, there is no time
-// limit.
+// `revents`. Returns false if no descriptor has an event by `until`. Without `until`,
+// there is no time limit.
 bool Poll(std::vector<pollfd>& descriptors,
           Deadline::Clock::time_point until = Deadline::Clock::time_point::max());
 

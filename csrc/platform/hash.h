@@ -7,13 +7,13 @@
 
 namespace jax_ub {
 
-// FNV-1a hash: its initial value, and the function that adds an integer to it.
+// The FNV-1a hash: its initial value, and the function that adds an integer to a hash.
 inline constexpr uint64_t kHashBegin = 0xcbf29ce484222325u;
 constexpr uint64_t Mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x100000001b3u;
 }
 
-// Returns `hash` after adding the bytes of `text` one by one.
+// Adds the bytes of `text` to `hash` one by one, and returns the new hash.
 constexpr uint64_t Mix(uint64_t hash, std::string_view text) {
   for (const char c : text) hash = Mix(hash, static_cast<unsigned char>(c));
   return hash;

@@ -13,7 +13,7 @@
 #include "platform/cgroup.h"
 #include "platform/error.h"
 
-// The oldest kernel headers that are supported lack these constants.
+// The headers of the oldest supported kernels lack these constants.
 #if !defined(MFD_NOEXEC_SEAL)
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -33,7 +33,8 @@ std::string Bytes(int64_t size_bytes) { return std::to_string(size_bytes) + " by
 FileDescriptor NewMemory() {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int descriptor = memfd_create("jax_ub", flags | MFD_NOEXEC_SEAL);
-  // Kernels before 6.3 reject MFD_NOEXEC_SEAL.
+  // Kernels before 6.3 reject MFD_NOEXEC_SEAL with EINVAL, so memfd_create is called
+  // again without it.
   if (descriptor < 0 && errno == EINVAL) descriptor = memfd_create("jax_ub", flags);
   FileDescriptor memory(descriptor);
   if (!memory) ThrowSystemError("memfd_create", errno);
@@ -87,8 +88,9 @@ SharedMapping SharedMapping::Create(int64_t size_bytes) {
     ThrowSystemError("ftruncate to " + Bytes(size_bytes), errno);
   }
   SharedMapping mapping(std::move(memory), size_bytes);
-  // Writing to all pages gives huge pages on the local NUMA node, which fallocate alone
-  // does not. fallocate then guarantees that every page is allocated.
+  // Writing to all pages allocates huge pages on the local NUMA node, which fallocate
+  // alone does not. The call is a hint, so fallocate then guarantees that every page is
+  // allocated.
   static_cast<void>(
       madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_WRITE));
   int failed = 0;

@@ -51,13 +51,14 @@ class SharedMapping {
   std::byte* data() const { return mapping_.get().data; }
   int64_t size_bytes() const { return static_cast<int64_t>(mapping_.get().size); }
 
-  // Returns the descriptor to pass to other processes. Empty if Map has made this
-  // mapping.
+  // Returns the descriptor to pass to other processes. The descriptor is empty if the
+  // mapping comes from Map.
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // Releases the mapping without unmapping it. Used in a forked child, which does not
-  // have the mapping (MADV_DONTFORK), so that its address may belong to another one.
+  // Gives up the mapping without unmapping it. Used in a forked child, which does not
+  // have the mapping (MADV_DONTFORK), so that the address may belong to another mapping
+  // of the child.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

@@ -16,7 +16,7 @@ namespace jax_ub {
 namespace {
 
 constexpr size_t kMinStackBytes = size_t{8} << 20;
-// Name of all threads that are started here, as shown by ps. Linux limits names to 15
+// Name of all threads that this file starts, as shown by ps. Linux limits names to 15
 // characters.
 constexpr char kName[] = "jax_ub";
 

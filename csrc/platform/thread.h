@@ -19,8 +19,8 @@ namespace jax_ub {
 inline constexpr char kIsLimitReached[] =
     ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
 
-// A signal mask with which threads can be started, copied from the thread that
-// constructs this object.
+// The signal mask of the thread that constructs this object. Other threads can be
+// started with this mask.
 class SignalMask {
  public:
   SignalMask();  // copies the mask of the calling thread
@@ -35,7 +35,7 @@ class SignalMask {
 class Thread {
  public:
   // Starts a thread that runs `body`, which must not throw. Throws SystemError if the
-  // system does not start another thread.
+  // system cannot start another thread.
   explicit Thread(std::function<void()> body, const SignalMask& mask = {});
   Thread(const Thread&) = delete;
   Thread& operator=(const Thread&) = delete;
@@ -47,7 +47,7 @@ class Thread {
 };
 
 // Starts a detached thread, which is never joined. Throws SystemError if the system
-// does not start another thread.
+// cannot start another thread.
 void StartThread(std::function<void()> body, const SignalMask& mask = {});
 
 }  // namespace jax_ub

@@ -42,7 +42,8 @@ FileDescriptor NewSocket() {
   return made;
 }
 
-// Memory for one file descriptor per message. The kernel drops further descriptors.
+// Memory for the file descriptor of a message. If a received message carries several
+// descriptors, the kernel drops the others.
 union Control {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr alignment;

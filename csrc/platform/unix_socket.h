@@ -57,7 +57,8 @@ struct Received {
   size_t size = 0;        // bytes stored in the buffer; a longer message is truncated
   FileDescriptor passed;  // empty if the message carried no descriptor
 };
-// Receives a message into `buffer`. Does not wait: if there is none, returns kNothing.
+// Receives a message into `buffer`. Does not wait: if no message is pending, returns
+// kNothing.
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer);
 
 }  // namespace jax_ub

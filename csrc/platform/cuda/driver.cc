@@ -18,8 +18,9 @@ namespace {
 // Oldest supported version, CUDA 12.0: the first one that has cuLibraryLoadData.
 constexpr int kOldestVersion = 12000;
 
-// A driver function, and the oldest API version in which it has the signature that
-// cuda.h declares. In newer versions, the same name may have other arguments.
+// A driver function, and the oldest API version in which the function has the signature
+// that cuda.h declares. In newer versions, a function of the same name may have other
+// arguments.
 struct Symbol {
   size_t member;
   const char* name;
@@ -34,7 +35,8 @@ constexpr Symbol MakeSymbol(size_t member,
   static_assert(std::is_same_v<Member, Declared>, "cuda.h has another version");
   return {member, name, version, optional};
 }
-// Pastes `name` without expanding it, because cuda.h defines some names as macros.
+// Pastes the parameter `name` into other tokens without expanding it, because cuda.h
+// defines some function names as macros.
 #define JAX_UB_SYMBOL(member, name, version, ...)                \
   MakeSymbol<decltype(Driver::member), PFN_##name##_v##version>( \
       offsetof(Driver, member), #name, version __VA_OPT__(, ) __VA_ARGS__)

@@ -1,6 +1,6 @@
-// The CUDA driver as a table of function pointers, so that no library links to libcuda
-// and tests can substitute an emulation. Each member has its function's name without
-// "cu".
+// The CUDA driver as a table of function pointers, so that jax_ub does not link to
+// libcuda and tests can substitute an emulation. Each member has the name of its
+// function without the prefix "cu".
 #pragma once
 
 #include <cuda.h>
@@ -80,10 +80,12 @@ struct Driver {
   decltype(&cuIpcOpenMemHandle) IpcOpenMemHandle;
   decltype(&cuIpcCloseMemHandle) IpcCloseMemHandle;
 
-  // Since CUDA 12.4. Null in older drivers, which load a kernel at its first launch.
+  // Loads a kernel before its first launch. Null in drivers before CUDA 12.4, which
+  // load a kernel when it is first launched.
   decltype(&cuFuncLoad) FuncLoad;
 
-  // Since CUDA 12.1. Null in older drivers, which do not support multicast.
+  // The functions for multicast memory. Null in drivers before CUDA 12.1, which do not
+  // support multicast.
   decltype(&cuMulticastCreate) MulticastCreate;
   decltype(&cuMulticastAddDevice) MulticastAddDevice;
   decltype(&cuMulticastBindMem) MulticastBindMem;
@@ -105,8 +107,8 @@ inline CUdeviceptr AddressOf(const std::byte* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
-// Returns name and text of a driver error, such as "CUDA_ERROR_INVALID_VALUE: invalid
-// argument".
+// Returns the name and the description of a driver error, such as
+// "CUDA_ERROR_INVALID_VALUE: invalid argument".
 std::string DescribeResult(const Driver& driver, CUresult result);
 
 // Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the function that

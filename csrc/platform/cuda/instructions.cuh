@@ -7,9 +7,9 @@
 
 namespace jax_ub::gpu {
 
-// Load with acquire order, and store with release order, at system scope, which
-// includes other devices and the host. An address may refer to memory of this device or
-// a peer, or to pinned host memory.
+// Loads with acquire order and stores with release order. Their scope is the system,
+// which includes other devices and the host. An address may refer to memory of this
+// device or a peer, or to pinned host memory.
 __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
@@ -19,12 +19,12 @@ __device__ void StoreRelease(uint32_t* address, uint32_t value);
 __device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
-// Atomically replaces a zero by `value`. Returns true in the thread that has done so.
-// Only for threads of the same device.
+// Atomically replaces a zero by `value`. Returns whether this thread has replaced it.
+// All threads that claim an address must be on the same device.
 __device__ bool Claim(uint64_t address, uint64_t value);
 
-// Returns the time of %globaltimer in nanoseconds. All kernels of a device share this
-// clock.
+// Now returns the time of %globaltimer in nanoseconds, a clock that all kernels of a
+// device share. Pause sleeps for about `ns` nanoseconds.
 __device__ uint64_t Now();
 __device__ void Pause(uint32_t ns);
 // Barriers: SyncWarp for the threads of a warp, SyncBlock for the threads of a block.
@@ -41,8 +41,9 @@ __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
-// Selects four of the bytes of `low` (numbers 0 to 3) and `high` (4 to 7). Digit i of
-// the hexadecimal `selector` is the number of result byte i.
+// Selects four of eight bytes: bytes 0 to 3 are those of `low`, and bytes 4 to 7 those
+// of `high`. Byte i of the result is the byte with the number in hexadecimal digit i of
+// `selector`.
 __device__ uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector);
 
 // Access 16 bytes at a multicast address, which other instructions must not use
@@ -53,8 +54,8 @@ __device__ uint4 MulticastSumF32(uint64_t address);
 __device__ uint4 MulticastSumBF16(uint64_t address);
 __device__ uint4 MulticastSumF16(uint64_t address);
 __device__ void MulticastStore(uint64_t address, uint4 vector);
-// Orders accesses to the same memory by different virtual addresses
-// (fence.proxy.alias). Other fences do not.
+// Orders accesses to the same memory through different virtual addresses
+// (fence.proxy.alias). Other fences do not order such accesses.
 __device__ void FenceAliases();
 
 #ifdef __CUDACC__

@@ -60,7 +60,7 @@ class ScopedContext {
   CUcontext before_ = nullptr;
 };
 
-// A device and its primary context, which XLA uses, too.
+// A device and its primary context. XLA uses the same context.
 struct RetainedDevice {
   CUdevice device = 0;
   CUcontext context = nullptr;
@@ -85,7 +85,7 @@ class Context {
   DriverHandle<PrimaryContextTraits> handle_;
 };
 
-// The classes below create their resources in the context that is current on the
+// The classes below create their resources in the CUDA context that is current on the
 // calling thread.
 
 struct StreamTraits {
@@ -134,9 +134,9 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
   int64_t size_bytes_ = 0;
 };
 
-// Memory for work that is enqueued on a stream while the owner exists. It is freed
-// after this work. Unlike cuMemAlloc and cuMemFree, allocating and freeing do not wait
-// for other work of the device or of its peers.
+// Memory for work that is enqueued on a stream while the owner exists. The memory is
+// freed after this work. Unlike cuMemAlloc and cuMemFree, allocating and freeing do not
+// wait for other work of the device or of its peers.
 struct InStream {
   CUdeviceptr address = 0;
   CUstream stream = nullptr;
@@ -175,7 +175,8 @@ struct LibraryTraits {
 class Library : public DriverHandle<LibraryTraits> {
  public:
   Library() = default;
-  // `image` is a fatbin that `jax_ub_kernels` in csrc/cuda.cmake has embedded.
+  // `image` is a fatbin that the CMake function jax_ub_kernels (csrc/cuda.cmake) has
+  // embedded.
   Library(const Driver& driver, const unsigned char* image);
 
   // Returns a kernel for the current context. Loads it now, so that its first launch
