@@ -81,12 +81,13 @@ void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
 
 }  // namespace
 
-// Appends the steps of the variant kAggregate, for an even number of ranks P. Ranks 2i
-// and 2i + 1 exchange their chunks. Then each rank r sends two chunks per step to rank
-// r + 2: first those of its pair, later those that it received. Each later GEMM is over
-// the two chunks of a pair of ranks. The first two GEMMs are over one chunk each: the
-// rank's own chunk needs no communication, and is not adjacent to the other one in
-// memory. For P = 6:
+// Appends the steps of the variant kAggregate, in which a GEMM multiplies up to two
+// chunks. The number of ranks P must be even. Ranks 2i and 2i + 1 exchange their
+// chunks. Then each rank r sends two chunks per step to rank r + 2: first the chunks of
+// its pair, later the chunks that it has received. Each later GEMM is over the two
+// chunks of a pair of ranks. The first two GEMMs are over one chunk each: the rank's
+// own chunk needs no communication, and is not adjacent to the other one in memory. For
+// P = 6:
 //
 //   step               0      1      2      3
 //   rank 0             0      1     4 5    2 3     chunks of the GEMM
@@ -124,7 +125,7 @@ void AppendRingOfPairs(ScheduleBuilder& builder) {
   builder.Multiply(neighbour, 0, 1);
   release(neighbour, 0);
   for (int distance = 1; distance < num_pairs; ++distance) {
-    // Waits for the chunks in the order in which the rank behind sends them.
+    // Waits for the two chunks in the order in which rank r - 2 sends them.
     const int first = builder.Behind(2 * distance);
     for (const int chunk : {first, first ^ 1}) {
       builder.Add(StepKind::kWait, Payload::kOperand, chunk, 0, builder.Behind(2),

@@ -1,4 +1,4 @@
-// Appends steps to the schedule of one rank.
+// Builds the schedule of one rank: appends steps to it.
 #pragma once
 
 #include "schedule/schedule.h"
@@ -13,8 +13,8 @@ class ScheduleBuilder {
   int num_ranks() const { return schedule_.num_ranks; }
   int num_splits() const { return schedule_.num_splits; }
 
-  // Ahead returns the rank that is `distance` after this rank on the ring, Behind the
-  // rank that is `distance` before it.
+  // The ranks form a ring. Ahead returns the rank that is `distance` after this rank,
+  // and Behind the rank that is `distance` before it.
   int Ahead(int distance) const { return (rank() + distance) % num_ranks(); }
   int Behind(int distance) const {
     return (rank() + num_ranks() - distance) % num_ranks();
@@ -46,8 +46,9 @@ class ScheduleBuilder {
   }
   void MultiplyAll() { Add(StepKind::kMultiply, Payload::kOperand, kAllChunks, 0); }
 
-  // Appends a put or publish (`kind`) into a slot of the peer, after a wait until the
-  // peer has released the slot. Another rank may have filled it in the previous call.
+  // Appends a put or publish (`kind`) into a slot of the peer. First appends a wait
+  // until the peer has released the slot, which another rank may have filled in the
+  // previous call.
   void Send(StepKind kind, Payload payload, int chunk, int split, int peer, int slot) {
     Add(StepKind::kWaitFree, payload, chunk, split, peer, slot);
     Add(kind, payload, chunk, split, peer, slot);
@@ -59,7 +60,8 @@ class ScheduleBuilder {
 };
 
 // Each of these functions appends the steps of one exchange between all ranks.
-// `consume` is what happens to a received split (part of a chunk): kMultiply or kCopy.
+// `consume` says what a rank does with a split (part of a chunk) that it has received:
+// kMultiply or kCopy.
 void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume);
 void AppendAllGatherOfSums(ScheduleBuilder& builder);
 void AppendRingOfPairs(ScheduleBuilder& builder);

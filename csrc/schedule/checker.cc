@@ -11,7 +11,8 @@ namespace {
 
 constexpr size_t kMaxViolations = 20;
 
-// Returns orders of execution of the ranks in which a wrong schedule is likely to fail.
+// Returns three orders in which the ranks take turns: ascending, descending, and odd
+// ranks first. A wrong schedule is likely to fail in one of them.
 std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
   std::vector<int> up(num_ranks);
   std::iota(up.begin(), up.end(), 0);

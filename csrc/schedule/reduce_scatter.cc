@@ -4,8 +4,8 @@ namespace jax_ub {
 
 namespace {
 
-// Appends the waits for the peers' partial sums of a split, the step that adds them,
-// and the releases of their slots.
+// Appends the steps that reduce a split: the waits for the peers' partial sums, their
+// addition, and the releases of their slots.
 void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
   const int num_ranks = builder.num_ranks();
   for (int distance = 1; distance < num_ranks; ++distance) {

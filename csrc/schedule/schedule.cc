@@ -62,8 +62,8 @@ void AppendCollective(ScheduleBuilder& builder,
                       Variant variant) {
   if (method == Method::kDirect) return AppendDirect(builder);
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
-  // With method "external", the GEMM is separate: after the gather or before the
-  // scatter.
+  // With method "external", the GEMM does not overlap with the communication: it runs
+  // after the gather or before the scatter.
   const bool separate_gemm = method == Method::kExternal;
   const bool multiply = HasProduct(collective) && !separate_gemm;
   if (IsGather(collective)) {

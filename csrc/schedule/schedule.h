@@ -1,6 +1,7 @@
 // A schedule is data: the list of steps that one rank executes. It is a pure function
-// of (collective, method, rank, P, splits). The executor runs it, the checker verifies
-// it for all ranks together, and Python draws it.
+// of (collective, method, rank, P, splits), where P is the number of ranks. The
+// executor runs it, the checker verifies it for all ranks together, and Python draws
+// it.
 //
 // A *chunk* is the rows of one rank. A *split* is a part of a chunk: what one put
 // moves. Every rank has the same slots, buffers into which peers put splits. A slot is
@@ -47,8 +48,8 @@ inline constexpr int kNumCollectiveKinds = 6;
 
 std::string_view CollectiveKindName(CollectiveKind collective);
 
-// Returns whether ranks send operands, as in an all-gather. Otherwise ranks send
-// partial sums.
+// Returns whether ranks send operands, as in an all-gather. In all other collectives,
+// ranks send partial sums.
 bool IsGather(CollectiveKind collective);
 // Returns whether every rank receives the sums of all rows, not only of its own rows.
 bool IsAllReduce(CollectiveKind collective);
@@ -84,14 +85,14 @@ struct Step {
   int split = 0;
   int peer = kNone;
   int slot = kNone;
-  // For kMultiply: how many consecutive chunks, in consecutive slots, the GEMM reads.
+  // The number of consecutive chunks, in consecutive slots, that the GEMM of kMultiply
+  // reads.
   int num_chunks = 1;
 
   bool operator==(const Step&) const = default;
 };
 
-// Returns the step for a single chunk, number `index`, of a step that covers several
-// chunks.
+// Returns the step for chunk number `index` of a step that covers several chunks.
 inline Step ChunkOf(Step step, int index) {
   step.chunk += index;
   if (step.slot != kNone) step.slot += index;
@@ -111,15 +112,15 @@ struct Schedule {
   std::vector<Step> steps;
 };
 
-// Returns how many consecutive steps from steps[begin] on are of kind `kind`.
+// Returns the number of consecutive steps of kind `kind`, counted from steps[begin].
 size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
 // Returns, for each peer, the first of the steps of kind `kind`.
 std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
-// Returns whether MakeSchedule supports the method for the collective. kBulk needs a
-// GEMM that is independent of the collective, so the collective must not contain one.
-// kDirect sends nothing, because its GEMM reads the peers' memory, so it requires a
-// GEMM.
+// Returns whether MakeSchedule supports the method for the collective. kBulk runs a
+// collective beside an independent GEMM, so the collective must not contain a GEMM.
+// kDirect sends nothing, because its GEMM reads the peers' memory, so the collective
+// must contain a GEMM.
 bool HasSchedule(CollectiveKind collective, Method method);
 // Returns whether MakeSchedule supports the variant for `num_ranks` ranks.
 // HasSchedule(collective, method) must be true.
@@ -148,7 +149,7 @@ void ForEachSchedule(int num_ranks, const Function& function) {
 }
 
 // Returns the schedule of one rank: the list of steps that it executes. Throws
-// std::invalid_argument if there is none, or if a number is out of range.
+// std::invalid_argument if there is no such schedule, or if a number is out of range.
 Schedule MakeSchedule(CollectiveKind collective,
                       Method method,
                       int rank,

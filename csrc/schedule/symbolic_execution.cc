@@ -207,8 +207,8 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const SlotData data{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, data, kNone);
-  // All slots are checked, not only the first one with this split: the split in the
-  // first one may belong to the next call, so that this rank has not awaited it yet.
+  // All slots are checked, because several may contain this split: the first one may
+  // belong to the next call, and this rank may not have waited for it.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, data, static_cast<int>(slot))) return true;
   }
@@ -307,8 +307,8 @@ void SymbolicExecution::CheckCounts(int rank) {
   }
 }
 
-// Ends a call of the rank. Checks that it has used the same slots as rank 0: otherwise
-// the epochs (use counts) of a slot would differ between ranks.
+// Ends a call of the rank. Checks that the rank has used the same slots as rank 0:
+// otherwise the epochs (use counts) of a slot would differ between ranks.
 void SymbolicExecution::EndCall(int rank) {
   Rank& me = ranks_[rank];
   CheckCounts(rank);

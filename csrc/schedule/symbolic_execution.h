@@ -1,4 +1,5 @@
-// Executes schedules symbolically, to find violations; see schedule/checker.h.
+// Executes schedules symbolically, to find violations of the rules that
+// schedule/checker.h lists.
 #pragma once
 
 #include <cstdint>
@@ -58,8 +59,8 @@ class SymbolicExecution {
     Clock clock;
     std::vector<int64_t> epochs;  // [slot]: number of calls that used it
     std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
-    // Indexed by slot: whether this rank has filled the slot of a peer in this call,
-    // and has then waited until the peer released it.
+    // Indexed by slot: whether, in this call, this rank has filled the slot of a peer,
+    // and has then waited until the peer released the slot.
     std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
     // How many times this rank has multiplied or copied each split in this call, keyed
