@@ -9,7 +9,7 @@
 
 namespace jax_ub {
 
-// A read-only addend. Its rows are contiguous.
+// A matrix that is only read, such as an addend. Its rows are contiguous.
 struct ConstMatrix {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;  // in elements; 0 repeats one row

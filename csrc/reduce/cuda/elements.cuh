@@ -1,4 +1,5 @@
-// Loads and stores elements of f32, bf16 and f16 as f32.
+// Converts elements of f32, bf16 and f16 to f32 when they are loaded, and from f32 when
+// they are stored.
 #pragma once
 
 #include "gemm/dtype.h"

@@ -22,7 +22,8 @@ constexpr int64_t kSumBlocksPerSm =
 constexpr int kDefaultCopyBlocks = 16;
 constexpr int64_t kTransposeBlocksPerSm = 4;
 // Maximum number of rows that EnqueueCopy copies by a copy engine, row by row. For more
-// rows, one kernel is cheaper. Usually there are few large rows: one per batch element.
+// rows, a single kernel takes less time. Usually there are few large rows: one per
+// batch element.
 constexpr int64_t kMostCopyEngineRows = 64;
 
 bool IsDense(const SumPart& part, int64_t columns) {

@@ -1,4 +1,5 @@
-// Launches the kernels of sum_kernels.cu. Copies rows with them or with copy engines.
+// Launches the kernels of sum_kernels.cu. Also copies rows, by a kernel or by a copy
+// engine.
 #pragma once
 
 #include <cuda.h>
@@ -40,7 +41,7 @@ class SumKernels {
   CUfunction transpose_ = nullptr;
 };
 
-// How rows are copied. The last two members are for the copy kernel.
+// How rows are copied. num_sm and cluster_size are used only by the copy kernel.
 struct CopyMethod {
   bool use_ce = true;    // true: copy engine; false: copy kernel
   int num_sm = 0;        // number of blocks; 0: the default of SumKernels::Copy

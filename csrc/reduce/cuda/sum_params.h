@@ -1,6 +1,6 @@
-// Parameters of the kernels that sum, copy and transpose. Shared by the kernels, their
-// launcher and their host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are
-// CUdeviceptr values.
+// Parameters of the kernels that sum, copy and transpose. The kernels, their launcher
+// and their host emulation (tests/csrc/cuda/emulated_kernels.h) share them. Addresses
+// are CUdeviceptr values.
 #pragma once
 
 #include <cstdint>
@@ -73,7 +73,7 @@ struct TransposeParams {
 // Number of rows and columns of a tile, which one thread transposes in registers.
 inline constexpr int kTransposedTile = 16;
 // Number of tiles that a warp transposes, along the rows and along the columns. With
-// these, it reads and writes whole sectors of 32 bytes.
+// these numbers, the warp reads and writes whole sectors of 32 bytes.
 inline constexpr int kPatchRows = 4;
 inline constexpr int kPatchColumns = 8;
 
