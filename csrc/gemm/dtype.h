@@ -5,10 +5,9 @@
 // functions that load and store it (gemm/cpu/simd_*.h, reduce/cuda/sum_kernels.cu).
 #pragma once
 
-// Only C headers are included here. Files that are compiled for different instruction
-// sets include this header, and each of them compiles its own copy of an inline
-// function. The linker keeps a single copy, which may contain instructions that the CPU
-// lacks.
+// Only C headers are included, because files for different instruction sets include
+// this header. The linker may merge inline functions of C++ headers across these files,
+// and a CPU would then run instructions that it lacks.
 #include <stdint.h>
 
 namespace jax_ub {

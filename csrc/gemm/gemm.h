@@ -84,9 +84,9 @@ std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 double EstimateGemmUs(const GemmProblem& problem);
 
 // The instruction sets that have kernels are, oldest first: "portable", "avx2",
-// "avx512", "avx512_vbmi", "avx512_bf16", "amx_bf16". AvailableIsas returns those that
-// this machine supports. The default is the fastest. SetIsa throws
-// std::invalid_argument if the machine does not support `name`.
+// "avx512", "avx512_vbmi", "avx512_bf16", "amx_bf16". AvailableIsas returns the
+// instruction sets that this machine supports. The fastest of them is the default.
+// SetIsa throws std::invalid_argument if the machine does not support `name`.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

@@ -41,9 +41,9 @@ FileDescriptor NewMemory() {
   return memory;
 }
 
-// Throws SystemError if less memory is available. Linux overcommits memory, so without
-// this check, a too large allocation would succeed, and the kernel would kill the
-// process when it accesses the memory.
+// Throws SystemError if less than `size_bytes` bytes of memory are available. Linux
+// overcommits memory, so without this check, a too large allocation would succeed, and
+// the kernel would kill the process when it accesses the memory.
 void CheckAvailable(int64_t size_bytes) {
   const int64_t available_bytes = AvailableBytes();
   if (size_bytes <= available_bytes) return;

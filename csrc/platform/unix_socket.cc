@@ -42,8 +42,8 @@ FileDescriptor NewSocket() {
   return made;
 }
 
-// Memory for the file descriptor of a message. If a received message carries several
-// descriptors, the kernel drops the others.
+// Memory for the file descriptor of a message. The kernel drops received descriptors
+// that do not fit.
 union Control {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr alignment;

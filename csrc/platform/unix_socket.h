@@ -41,8 +41,8 @@ enum class Sent {
   kFull,  // the peer must read first, or the kernel lacks memory: send again later
   kNo,    // the peer is lost
 };
-// Sends a message, without blocking, and with it the descriptor `passed` unless it is
-// null.
+// Sends a message without blocking. If `passed` is not null, the message carries this
+// descriptor.
 Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed = nullptr) noexcept;

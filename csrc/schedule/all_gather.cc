@@ -46,11 +46,11 @@ void AppendRing(ScheduleBuilder& builder, StepKind consume) {
 }
 
 // Appends the steps of the method pipeline or, with one split, of bulk and external.
-// Every rank puts its own chunk into a slot of each peer, split by split. It begins
-// with the nearest peer, so that the ranks do not all write to the same peer. All ranks
+// Every rank puts its own chunk into a slot of each peer, split by split. A rank begins
+// with its nearest peer, so that the ranks do not all write to the same peer. All ranks
 // put and wait in the same order, so a split arrives when this rank's put of the same
-// step is about done. The next put precedes the wait, so it runs meanwhile. For P = 4
-// ranks and two splits, rank 0 (chunk.split):
+// step is about done. The next put precedes the wait, so it runs during the wait. For P
+// = 4 ranks and two splits, rank 0 (chunk.split):
 //
 //   put       0.0 to 1, 2       to 3     0.1 to 1   to 2      to 3
 //   multiply           0.0 0.1       3.0        2.0       1.0      3.1   2.1   1.1

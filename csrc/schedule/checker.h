@@ -32,9 +32,9 @@ RankSchedules MakeRankSchedules(CollectiveKind collective,
 // - Every slot is released, and no rank waits forever.
 std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls);
 
-// Checks a schedule in sequences of calls: the call twice, and the call before and after
-// a call of each other collective, method and variant. Returns the violations as
-// CheckCalls does.
+// Checks a schedule in several sequences of calls. In the first sequence, the call runs
+// twice. In the others, it runs before and after a call of each collective, method and
+// variant. Returns the violations as CheckCalls does.
 std::vector<std::string> CheckSchedule(CollectiveKind collective,
                                        Method method,
                                        int num_ranks,

@@ -22,10 +22,11 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 }  // namespace
 
 // Appends the steps of the methods ring_exchange (one split) and pipeline. Each partial
-// sum is sent directly to the rank that owns its rows, which adds all of them in f32,
-// in rank order. On a ring, they would be rounded at every step, or be added in a
-// different order on every rank. A rank first computes the partial sums for the next
-// rank, and last its own ones, while the others are in flight. For P = 4 ranks:
+// sum is sent directly to the rank that owns its rows. The owner adds all partial sums
+// in f32, in rank order. On a ring, partial sums would be rounded at every step, or be
+// added in a different order on every rank. A rank first computes the partial sums for
+// the next rank, and last its own ones, while the others are in flight. For P = 4
+// ranks:
 //
 //   step         0     1     2     3
 //   rank 0       1     2     3     0      chunk of the GEMM

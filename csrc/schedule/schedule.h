@@ -34,8 +34,8 @@ inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 
-// The collective of an op. If its name has "Matmul", it overlaps with a GEMM of the
-// data that it communicates. Otherwise it is independent of GEMMs.
+// The collective of an op. A collective with "Matmul" in its name overlaps with a GEMM
+// of the data that it communicates. The other collectives are independent of GEMMs.
 enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,

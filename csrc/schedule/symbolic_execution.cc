@@ -190,7 +190,8 @@ bool SymbolicExecution::Holds(int rank, const SlotData& data, int slot_index) {
 }
 
 // Returns whether the rank has computed its partial sum of a split of a chunk. In a
-// collective without a GEMM, partial sums are operands, so it has them from the start.
+// collective without a GEMM, partial sums are operands, so the rank has them from the
+// start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
   if (!HasProduct(ScheduleOf(rank).collective)) return true;
   const auto& multiplied = ranks_[rank].multiplied;

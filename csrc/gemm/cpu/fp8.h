@@ -1,10 +1,9 @@
-// The FP8 formats, and the bf16 number that equals each FP8 number.
+// Describes the FP8 formats, and converts FP8 numbers to bf16. The conversion is exact.
 #pragma once
 
-// Only C headers are included here. Files that are compiled for different instruction
-// sets include this header, and each of them compiles its own copy of an inline
-// function. The linker keeps a single copy, which may contain instructions that the CPU
-// lacks.
+// Only C headers are included, because files for different instruction sets include
+// this header. The linker may merge inline functions of C++ headers across these files,
+// and a CPU would then run instructions that it lacks.
 #include <stdint.h>
 
 #include "gemm/dtype.h"

@@ -1,11 +1,9 @@
 #define JAX_UB_KERNELS kernels_amx_bf16
 #include "gemm/cpu/simd_avx512.h"
-// kernel_set.h must be included after simd_avx512.h, because it uses the vector type
-// that simd_avx512.h defines.
+// simd_avx512.h must be included first: kernel_set.h uses its vector type.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
-// amx_tile_kernel.h must be included after simd_bf16_pairs.h, because it uses functions
-// of simd_bf16_pairs.h.
+// simd_bf16_pairs.h must be included first: amx_tile_kernel.h uses its functions.
 #include "gemm/cpu/amx_tile_kernel.h"
 
 namespace jax_ub {

@@ -1,7 +1,6 @@
 #define JAX_UB_KERNELS kernels_avx512_bf16
 #include "gemm/cpu/simd_avx512.h"
-// kernel_set.h must be included after simd_avx512.h, because it uses the vector type
-// that simd_avx512.h defines.
+// simd_avx512.h must be included first: kernel_set.h uses its vector type.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
 

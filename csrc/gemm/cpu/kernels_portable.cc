@@ -1,7 +1,6 @@
 #define JAX_UB_KERNELS kernels_portable
 #include "gemm/cpu/simd_portable.h"
-// kernel_set.h must be included after simd_portable.h, because it uses the vector type
-// that simd_portable.h defines.
+// simd_portable.h must be included first: kernel_set.h uses its vector type.
 #include "gemm/cpu/kernel_set.h"
 
 namespace jax_ub {

@@ -28,8 +28,8 @@ struct Widened {
     }
   }
 
-  // Converts one element to a word, through a vector, so that the result has the same
-  // bits as that of LoadWords.
+  // Converts one element to a word. Uses a vector, as LoadWords does, so that both
+  // functions give the same bits.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -163,9 +163,9 @@ inline void ScaleF32(void* words,
   }
 }
 
-// Packs a full panel that is narrower than a vector. Stores rows as whole vectors,
-// whose ends are overwritten by the next rows. The last kHeldBack rows are stored
-// exactly.
+// Packs a full panel that is narrower than a vector. Rows are stored as whole vectors,
+// and each row overwrites what the previous rows wrote beyond their ends. Of the last
+// kHeldBack rows, only the words within the row are stored.
 template <typename Words, int kPanel>
 void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {

@@ -38,7 +38,7 @@ class ResultWriter {
   void CopyReplicas(Range rows, Range columns) const;
 
   // Returns whether the caller should collect the tiles of a work unit and store whole
-  // rows of it, because storing short rows to several replicas is slow.
+  // rows. It is slow to store the short rows of single tiles to several replicas.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
   // Returns whether a tile kernel can store this rectangle itself. The rectangle must

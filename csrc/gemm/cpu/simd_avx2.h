@@ -54,7 +54,8 @@ inline void StoreF16(void* p, Vec v) {
 
 // Converts FP8 to f32 through f16, whose subnormal numbers are never flushed to zero.
 // An e5m2 is the upper half of an f16. The bits of an e4m3, shifted to the position of
-// f16's exponent, are an f16 that is 2^8 times too small, except for NaN.
+// f16's exponent, are an f16 that is 2^8 times too small, so the f32 is multiplied by
+// 2^8. Only NaN is converted separately.
 template <DType kDType>
 inline Vec LoadFp8(const void* p) {
   const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));

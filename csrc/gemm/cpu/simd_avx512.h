@@ -96,7 +96,8 @@ inline __m512i LoadBytesAsWords(const void* p) {
 
 // Converts FP8 to f32 through f16, whose subnormal numbers are never flushed to zero.
 // An e5m2 is the upper half of an f16. The bits of an e4m3, shifted to the position of
-// f16's exponent, are an f16 that is 2^8 times too small, except for NaN.
+// f16's exponent, are an f16 that is 2^8 times too small, so the f32 is multiplied by
+// 2^8. Only NaN is converted separately.
 template <DType kDType>
 inline Vec LoadFp8(const void* p) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
@@ -136,8 +137,9 @@ inline void Transpose(Vec (&rows)[kLanes]) {
     u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int j = 0; j < 4; ++j) {
-    // even_low contains quarters 0 and 2 of u[j] and u[4 + j]; even_high contains those
-    // of u[8 + j] and u[12 + j]. odd_low and odd_high contain quarters 1 and 3.
+    // even_low contains quarters 0 and 2 of u[j] and u[4 + j]; even_high contains the
+    // same quarters of u[8 + j] and u[12 + j]. odd_low and odd_high contain quarters 1
+    // and 3.
     const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
     const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
     const __m512i odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);

@@ -14,10 +14,9 @@ struct ByteOrder {
 };
 
 // Returns an order of bytes for PairsOfFp8, which converts 64 bytes to two vectors of
-// bf16 pairs. In the first (second = 0) or the second vector (second = 1), the pair in
-// 32-bit lane `lane` has a lower (upper = 0) and an upper bf16 (upper = 1). This bf16
-// is converted from byte lane * lane_stride + upper * upper_stride + second *
-// second_stride.
+// 16 bf16 pairs. With this order, bf16 number `upper` (0 or 1) of pair `lane` in vector
+// `second` (0 or 1) is converted from byte lane * lane_stride + upper * upper_stride +
+// second * second_stride.
 constexpr ByteOrder OrderOfBytes(int lane_stride, int upper_stride, int second_stride) {
   ByteOrder order = {};
   for (int i = 0; i < 64; ++i) {

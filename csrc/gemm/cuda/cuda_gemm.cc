@@ -145,7 +145,7 @@ class CudaGemm::State {
       : driver_(driver), sums_(sums), operands_(driver, sums), plans_(library) {}
 
   // Enqueues all GEMMs of the product or, if `stream` is nullopt, only prepares them.
-  // Returns the largest number of cuBLASLt algorithms for any of them.
+  // Returns the largest number of cuBLASLt algorithms for any of these GEMMs.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -334,9 +334,9 @@ class CudaGemm::State {
     return num_algorithms;
   }
 
-  // Passes the addends to cuBLASLt's matmul as its C and its bias, by the key and the
-  // arguments. Returns false if the bias is not aligned as the kernels of cuBLASLt
-  // require.
+  // Sets the addends in `key` and `arguments`, so that cuBLASLt's matmul adds them as
+  // its C and its bias. Returns false if the bias is not aligned as the kernels of
+  // cuBLASLt require.
   static bool AddFused(const Pass& pass,
                        const GemmBlock& block,
                        MatmulKey& key,

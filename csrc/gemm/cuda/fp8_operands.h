@@ -48,8 +48,8 @@ class Fp8Copy {
   // this memory.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
   // Returns the operand that cuBLASLt reads: the copy if values are copied, otherwise
-  // `original`. A copy with block scales has the layout of the original; all others are
-  // contiguous along k.
+  // `original`. A copy with block scales has the layout of the original. Other copies
+  // are contiguous along k.
   BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
 
  private:

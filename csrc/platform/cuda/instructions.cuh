@@ -1,5 +1,5 @@
-// PTX instructions that CUDA C++ does not offer. The functions are declared for every
-// compiler, because tests also compile the kernels for the host and define the
+// PTX instructions and CUDA intrinsics that kernels use. The functions are declared for
+// every compiler, because tests also compile the kernels for the host and define the
 // functions there (tests/csrc/cuda/emulated_kernels.cc).
 #pragma once
 
@@ -34,8 +34,8 @@ __device__ void SyncBlock();
 // them.
 __device__ bool SyncBlockAny(bool condition);
 
-// Convert two 16-bit elements to and from f32, rounding to nearest even. The first
-// element is in the low half of `pair`.
+// Widen* converts two 16-bit elements to f32. Narrow* converts two f32 to 16-bit
+// elements, rounded to nearest even. The first element is in the low half of `pair`.
 __device__ float2 WidenBF16(uint32_t pair);
 __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);

@@ -110,8 +110,8 @@ class Event : public DriverHandle<EventTraits> {
   explicit Event(const Driver& driver, unsigned flags = CU_EVENT_DISABLE_TIMING);
 };
 
-// An address in device memory and the context of its allocation. The destructor makes
-// this context current, because the driver needs it to free the memory.
+// An address of memory and the context of its allocation. To free the memory, the owner
+// makes this context current, as the driver requires.
 template <typename Address>
 struct InContext {
   Address address{};
