@@ -16,7 +16,8 @@ namespace {
 
 constexpr std::string_view kScalesPer = ", scales per ";
 
-// Names, in error messages, of the numeric attributes that must be equal on all ranks.
+// Names of the attributes that Numbers returns, for error messages. These attributes
+// must be equal on all ranks.
 constexpr std::array<std::string_view, 11> kNumberNames = {
     "num_ranks", "num_splits",   "num_kernels",     "rhs_transposed",
     "has_bias",  "has_residual", "return_gathered", "accumulate",
@@ -60,29 +61,33 @@ class Contract {
     Expect(got, name, want);
   }
 
-  // Checks bias and residual, the operands that are added to a result `y`, if present.
+  // Checks the bias and the residual that the call adds to a result `y`. `bias` and
+  // `residual` are operand indices. An operand that the call does not have is not
+  // checked.
   void Addends(size_t bias, size_t residual, const Tensor& y) const {
     const Tensor row = {y.dtype, 1, 1, y.features, nullptr};
     if (attributes_.has_bias) Sized(call_.operands[bias], "bias", row);
     if (attributes_.has_residual) Sized(call_.operands[residual], "residual", y);
   }
 
-  // Checks the shape and dtype of a GEMM operand. Its dtype must be `first`, the dtype
-  // of the first operand, except in an FP8 call, where some operands may have any other
-  // dtype that a GEMM accepts.
+  // Checks the shape and dtype of GEMM operand `index`. In an FP8 call, the operand may
+  // have any dtype that a GEMM accepts. In other calls, it must have the dtype `first`
+  // of the first operand.
   void Factor(size_t index, const char* name, DType first, Tensor want) const {
     const DType dtype = call_.operands[index].dtype;
     want.dtype = attributes_.has_scales && InfoOf(dtype).is_operand ? dtype : first;
     Operand(index, name, want);
   }
 
-  // Checks that the call has scales for all GEMM operands if one is FP8, else none.
+  // Checks the scale arrays. If a GEMM operand is FP8, each GEMM operand must have a
+  // scale array. Otherwise, the call must have no scale arrays.
   void Scales() const {
     if (call_.scales.size() != NumScales(attributes_)) {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
            std::to_string(call_.scales.size()));
     }
-    // Without scales, all GEMM operands have the dtype of the first one.
+    // Without scales, the dtype of the first operand suffices, because all GEMM
+    // operands have the same dtype.
     const auto first = call_.operands.begin();
     const auto end = first + std::max<size_t>(1, call_.scales.size());
     const bool has_fp8 = std::ranges::any_of(first, end, IsFp8, &Tensor::dtype);
@@ -120,8 +125,9 @@ class Contract {
   }
 
  private:
-  // Returns the index of the first GEMM operand that is a kernel. Kernels follow the
-  // activations. A weight gradient has no kernel.
+  // Returns the index of the first kernel among the GEMM operands. The kernels follow
+  // the activations. A weight gradient has no kernel, so the number of operands is
+  // returned.
   size_t FirstKernel() const {
     const GemmKind gemm = InfoOf(attributes_.op).gemm;
     if (gemm == GemmKind::kGatheredRows) return 1;
@@ -129,13 +135,17 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the index of the first operand of the same kind: activation, kernel or dy.
+  // Returns the index of the first operand of the same kind (activation, kernel or dy).
+  // The scales of all operands of a kind must have the same dtype.
   size_t FirstOfKind(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
   }
 
-  // Returns whether `scales` fit `of`: one per row, column, block of 32 or kernel.
+  // Returns whether the operand `of` may have scales of this shape. Each row of any
+  // operand, each column of a kernel, or a whole kernel may have an f32 scale. Each
+  // block of 32 features of any operand, or of 32 rows of a kernel, may have an e8m0
+  // scale.
   static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {
     constexpr int64_t kBlock = 32;
     if (scales.batch != of.batch) return false;
@@ -170,8 +180,8 @@ Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
   return HasTransposedKernels(at) ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
-// Returns the number of ranks among which the rows of the result are divided: P (the
-// number of ranks) in a reduce-scatter, 1 if every rank gets all rows.
+// Returns the number of ranks among which the rows of the result are divided. This is
+// num_ranks in a reduce-scatter. Otherwise it is 1, because every rank gets all rows.
 int64_t NumOwners(const CallAttributes& at) {
   const CollectiveKind kind = InfoOf(at.op).collective;
   return IsGather(kind) || IsAllReduce(kind) ? 1 : at.num_ranks;
@@ -205,8 +215,9 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks y = sum of x_i w_i, or dx = sum of dy_i w_i^T. All w_i have the dtype of w_0,
-// which is the dtype of x or, in an FP8 call, any dtype that a GEMM accepts.
+// Checks an op that sums over operand pairs: y = sum of x_i w_i, or dx = sum of dy_i
+// w_i^T. All w_i must have the dtype of w_0. In an FP8 call, w_0 may have any dtype
+// that a GEMM accepts. In other calls, it must have the dtype of x.
 void CheckPairSum(const CallAttributes& at,
                   const RankCall& call,
                   const Contract& contract) {
@@ -252,7 +263,8 @@ void CheckWgrad(const CallAttributes& at,
   }
 }
 
-// Checks operand, result, bias and residual of a collective whose data no GEMM reads.
+// Checks operand, result, bias and residual of a plain collective, or of the collective
+// of a bulk op. No GEMM reads the data of these collectives.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
@@ -305,7 +317,7 @@ size_t NumScales(const CallAttributes& at) {
 }
 
 void SplitScales(const CallAttributes& at, RankCall& call) {
-  // Takes fewer scales if the call has too few operands: CheckCall, which runs later,
+  // A call with too few operands may have fewer scales. CheckCall, which runs later,
   // reports the wrong number of operands.
   const size_t num_scales = std::min(NumScales(at), call.operands.size());
   call.scales.assign(call.operands.end() - num_scales, call.operands.end());

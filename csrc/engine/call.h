@@ -14,30 +14,31 @@
 
 namespace jax_ub {
 
-// Which operand of a weight gradient x^T dy is sharded along the tokens, so that it
-// must be all-gathered.
+// The operand of a weight gradient x^T dy that is all-gathered, because its tokens are
+// sharded.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
 // Options of the GPU engine: streams, copies and GEMMs. The CPU engine ignores them.
 // All ranks must pass the same options.
 struct KernelOptions {
   bool use_ce = true;  // copy engines move the data instead of kernels
-  // Number of thread blocks of the copy kernels, which run if `use_ce` is false. 0: the
-  // engine chooses.
+  // Number of thread blocks of the copy kernels. 0: the engine chooses. Copy kernels
+  // run only if `use_ce` is false.
   int num_sm = 0;
   int cga_size = 0;  // cluster size of the copy kernels; 0: no clusters
-  // Multiprocessors that cuBLASLt leaves free when it plans the GEMMs of a call that
-  // communicates. On an H100 with cuBLAS 13.1, chunks of 1024 rows took up to 1.3 times
-  // as long without a margin, because cuBLASLt proposed other algorithms (docs/gpu).
+  // Number of multiprocessors that cuBLASLt leaves free when it plans the GEMMs of a
+  // call that communicates. On an H100 with cuBLAS 13.1, GEMMs of 1024 rows took up to
+  // 1.3 times as long with a margin of 0, because cuBLASLt proposed other algorithms
+  // (docs/gpu).
   int sm_margin = 4;
   int num_lanes = 2;  // GEMMs that may run concurrently
   bool allow_tf32 = false;
-  // Whether FP8 operands that are not contiguous along the contracted dimension are
-  // transposed first. GPUs that multiply all layouts (gemm/cuda/fp8_support.h) ignore
-  // it.
+  // Whether an FP8 operand that is not contiguous along the contracted dimension is
+  // transposed before its GEMM. GPUs that multiply all layouts
+  // (gemm/cuda/fp8_support.h) ignore this option.
   bool transposes_fp8 = true;
-  // Index of the GEMM algorithm to use, in the list that cuBLASLt proposes, the best
-  // algorithm first.
+  // Index of the GEMM algorithm in the list that cuBLASLt proposes. The list begins
+  // with the best algorithm.
   int gemm_algorithm = 0;
   // Stream priorities as in CUDA: lower values are more urgent. 0 selects the most
   // urgent priority for communication, and the least urgent one for GEMMs.
@@ -47,16 +48,16 @@ struct KernelOptions {
   bool operator==(const KernelOptions&) const = default;
 };
 
-// The attributes of a custom call, equal in all its executions. An attribute that the
-// op does not have keeps its default.
+// The attributes of a custom call. All executions of the call have the same attributes.
+// An attribute that the op does not use keeps its default.
 struct CallAttributes {
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids [group][rank]; empty: no communication
-  // In a program that is lowered for export: the device ids, indexed by XLA's partition
-  // id, which is the last operand of the call. Empty otherwise: each device knows its
-  // id.
+  // Set only in a program that was lowered for export, which may run on devices with
+  // other ids. Contains the device ids of the lowering, indexed by XLA's partition id.
+  // The partition id is the last operand of the call.
   std::vector<int64_t> devices;
   int64_t num_splits = 0;  // splits of a chunk; 0: the engine chooses
   // Variant of the communication schedule. Schedules that have no variants ignore it.
@@ -65,7 +66,7 @@ struct CallAttributes {
   // Identifies the call site across processes. Empty if each group of ranks is within
   // one process.
   std::string channel;
-  // Which communicator of the call's groups was the newest when the call was lowered,
+  // Number of the newest communicator of the call's groups when the call was lowered,
   // counted from 1. 0: the call may use any communicator.
   int generation = 0;
 
@@ -76,17 +77,18 @@ struct CallAttributes {
   bool return_gathered = false;
   bool accumulate = false;
   float scale = 1;  // factor of the GEMM's result, applied before anything is added
-  // Whether a GEMM operand is FP8, so that all GEMM operands have scales.
+  // Whether a GEMM operand is FP8. All GEMM operands of such a call have scales.
   bool has_scales = false;
-  // Whether there is a scale for each row, column or block of an operand. These scales
-  // differ between ranks, whereas the scale of a whole tensor does not.
+  // Whether the scales belong to rows, columns or blocks of an operand instead of the
+  // whole operand. Only scales of rows, columns or blocks differ between ranks.
   bool has_row_scales = false;
   Gather gather = Gather::kNone;
   KernelOptions kernel_options;
 };
 
-// Returns a map from each device id in CallAttributes::ranks to group * num_ranks +
-// rank. Throws std::invalid_argument if the attributes are invalid for every op.
+// Returns group * num_ranks + rank of each device, keyed by device id
+// (CallAttributes::ranks). Throws std::invalid_argument if the attributes are invalid
+// for every op.
 std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& attributes);
 
 // A dense row-major array [batch, rows, features] of one rank. A vector has one row.
@@ -112,15 +114,18 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
-  // Scales of the GEMM operands, in the same order; empty unless
+  // Scales of the GEMM operands, in the order of the operands. Empty unless
   // CallAttributes::has_scales. An operand that is not FP8 has scale 1.
-  // Without has_row_scales: one f32 scale per operand. All x_i have the same scale, all
-  // w_i have the same scale, and a tensor that ranks gather or contract has the same
-  // scale on all of them.
-  // With has_row_scales: one f32 scale per row of an activation, and per row or column of
-  // a kernel or for all of it; or one e8m0 scale per block of 32 features or, in a kernel, of 32
-  // rows. Rows of activations are sent with their scales. Scales that vary along the
-  // contracted dimension are powers of two.
+  //
+  // Without has_row_scales, each operand has one f32 scale. All x_i have the same
+  // scale, and all w_i have the same scale. The scale of a tensor that is gathered or
+  // contracted over ranks is equal on all of them.
+  //
+  // With has_row_scales, an activation has an f32 scale per row, or an e8m0 scale per
+  // block of 32 features. A kernel has an f32 scale per row, per column or for all of
+  // it, or an e8m0 scale per block of 32 features or rows. Rows of activations are sent
+  // with their scales. Scales that vary along the contracted dimension are powers of
+  // two.
   std::vector<Tensor> scales = {};
   // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
   // empty.
@@ -132,8 +137,8 @@ struct RankCall {
 // attributes select no array to communicate.
 bool IsLocalCall(const CallAttributes& attributes);
 
-// Returns whether GEMMs contract the second dimension of the kernels: with
-// rhs_transposed, and in dx = dy w^T.
+// Returns whether the GEMMs contract the second dimension of the kernels. They do so
+// with rhs_transposed, and in dx = dy w^T.
 bool HasTransposedKernels(const CallAttributes& attributes);
 
 // Returns the index of the first residual, an operand that is added to a result. The
@@ -153,21 +158,23 @@ void SplitScales(const CallAttributes& attributes, RankCall& call);
 // ShapeError.
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
-// Returns a hash of everything on which all ranks of a call must agree. DescribeCall
-// returns it as text, such as "qkv: all_gather_matmul by direct of bf16[4, 8],
-// bf16[8, 16] to bf16[8, 16], num_ranks 2, num_kernels 1".
+// Returns a hash of everything on which all ranks of a call must agree.
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
+// Returns a description of the call for error messages, such as "qkv:
+// all_gather_matmul by direct of bf16[4, 8], bf16[8, 16] to bf16[8, 16], num_ranks 2,
+// num_kernels 1".
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
-// Returns what each FP8 scale belongs to: "tensor", "row" or "block"; "" if the call
-// has no scales. ScaledUnitIn parses it from the text of DescribeCall.
+// Returns what each FP8 scale applies to: "tensor", "row" or "block". Returns "" if the
+// call has no scales.
 std::string_view ScaledUnitOf(const CallAttributes& attributes, const RankCall& call);
+// Returns the result of ScaledUnitOf for the call that DescribeCall has described.
 std::string_view ScaledUnitIn(std::string_view description);
 // Returns the options that differ from their defaults as text, such as ", use_ce 0,
-// num_sm 4". Empty if none does.
+// num_sm 4". Returns an empty string if all options have their defaults.
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 
-// Returns a text that states the first difference in number, shape or dtype of arrays
-// between the calls of two ranks, or an empty string.
+// Returns a description of the first difference in number, shape or dtype between the
+// arrays of two ranks' calls. Returns an empty string if there is none.
 std::string DescribeMismatch(const RankCall& left, const RankCall& right);
 
 }  // namespace jax_ub

@@ -32,8 +32,8 @@ struct RowSlice {
   // Returns the byte offset of the scales in a slot (receive buffer). They follow the
   // rows, aligned for f32.
   int64_t scales_offset() const { return (size_bytes() + 3) / 4 * 4; }
-  // Returns the scales of the slice, with the offset in the peer's slot (receive
-  // buffer) at which Transport::Write stores them.
+  // Returns the scales of the slice as strided memory. Transport::Write stores them at
+  // `scales_offset` in the peer's slot (receive buffer).
   Rows scale_rows() const {
     Rows rows = RowSlice{scales, begin, end}.rows();
     rows.slot_offset = scales_offset();
@@ -41,9 +41,9 @@ struct RowSlice {
   }
 };
 
-// Returns a slice of the same size as `like` that a peer has written to `data`, a
-// receive buffer: the rows of all batch elements are contiguous, and the scales follow
-// them.
+// Returns a received slice of the same size as `like`. A peer has written the slice to
+// `data`, a receive buffer: the rows of all batch elements without gaps, then the
+// scales.
 inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   RowSlice packed = {like.tensor, 0, like.num_rows(), like.scales};
   packed.tensor.rows = packed.scales.rows = like.num_rows();
@@ -54,33 +54,36 @@ inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   return packed;
 }
 
-// Returns the indices of the operands that are communicated, in ascending order. Empty
-// for an op that sends partial sums of its GEMM instead.
+// Returns the ascending indices of the operands that the call communicates. Returns no
+// index if the op communicates partial sums of its GEMM instead.
 std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
                                          const RankCall& call);
 
-// Returns the scales that are sent together with operand `index`, or nullptr if none
-// are: only scales per row or block are sent, and only with operands of GEMMs.
+// Returns the scales that the call sends together with operand `index`, or nullptr if
+// it sends none. A call sends only scales per row or block, and only those of GEMM
+// operands.
 const Tensor* CommunicatedScales(const CallAttributes& attributes,
                                  const RankCall& call,
                                  size_t index);
 
 // A tensor that the ranks gather or reduce: this rank's operand and its results.
 struct CommunicatedTensor {
-  // In a gather: the shard of this rank. In a reduction without a GEMM: the addend of
-  // this rank.
+  // The shard of this rank in a gather, or its addend in a reduction. If the op reduces
+  // partial sums of a GEMM, the first operand, from which the partial sums are
+  // computed.
   Tensor operand;
   Tensor gathered;       // gathered copy; null data: not stored
   Tensor result;         // result of a reduction
   int64_t num_rows = 0;  // rows of all chunks together
-  // In a gather of rows with scales: the scales of the operand, and the result for the
-  // gathered scales. Otherwise their data is null.
+  // Set only if rows with scales are gathered: the scales of the operand, and the array
+  // that receives the gathered scales.
   Tensor scales = {};
   Tensor gathered_scales = {};
 };
 
-// Returns one entry per tensor that the call communicates. There are several only for
-// the weight gradients of several kernels, dw_i = x^T dy_i, which all-gather each dy_i.
+// Returns one entry per tensor that the call communicates. Only a weight gradient of
+// several kernels, dw_i = x^T dy_i, communicates several tensors: it may all-gather
+// each dy_i.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
 

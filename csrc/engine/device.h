@@ -1,6 +1,7 @@
-// A device executes the work of one rank. Work is enqueued on lanes: each lane executes
-// its work in order, and lanes run concurrently. The CPU device executes work before
-// the function returns. Stream devices only enqueue it, and events order their lanes.
+// A device executes the work of one rank. Work is enqueued on lanes. Each lane executes
+// its work in order, and lanes run concurrently. A function of the CPU device returns
+// after its work is done. A function of a stream device only enqueues the work, and
+// events order the lanes.
 //
 // The transport's operations run on the communication lane: a put or a signal executes
 // after all work that was enqueued on that lane before. Received data may be read after
@@ -42,8 +43,8 @@ class Device {
   // Returns the dtype in which the partial sums of a GEMM are stored and sent.
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
-  // Returns into how many splits a chunk (the rows of one rank) is divided for the
-  // transfer, if the call does not specify it.
+  // Returns the number of splits into which a chunk (the rows of one rank) is divided
+  // for the transfer. Used if the call does not specify the number.
   virtual int DefaultSplits(CollectiveKind collective) const = 0;
 
   // Allocates a tensor in memory that remains valid until the end of the call.

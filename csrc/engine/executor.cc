@@ -12,10 +12,10 @@ namespace jax_ub {
 
 namespace {
 
-// Executes the schedule of one rank once.
+// Executes one rank's schedule for one of the tensors that the call communicates.
 class ScheduleRun {
  public:
-  // `concurrent_gemms`, the GEMMs of a bulk op, run concurrently with the
+  // `concurrent_gemms` are the GEMMs of a bulk op. They run concurrently with the
   // communication, because they do not depend on it.
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
@@ -61,8 +61,8 @@ class ScheduleRun {
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {
-      // The concurrent GEMMs start before the first wait, when all data that need no
-      // wait have been sent.
+      // The concurrent GEMMs start before the first wait. By then, all data that can be
+      // sent without a wait have been sent.
       if (steps[i].kind == StepKind::kWait) RunConcurrentGemms();
       if (steps[i].kind == StepKind::kWait && device_.enqueues()) {
         const size_t count = CountSteps(steps, i, StepKind::kWait);
@@ -143,9 +143,9 @@ class ScheduleRun {
   // of the transport.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // Only data that other lanes read need an event: sums, and the operands of an
-    // overlapped GEMM. Other operands are copied on the communication lane itself, and
-    // for partial sums, Reduce records a single event.
+    // An event is recorded only for data that other lanes read: sums, and the operands
+    // of an overlapped GEMM. The communication lane copies other operands itself. For
+    // partial sums, Reduce records a single event.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);
@@ -160,10 +160,10 @@ class ScheduleRun {
                                                                               arrival};
   }
 
-  // Waits until a receive slot of a peer is free. On a device that enqueues its work,
-  // only the first such step waits: until all peers to which the schedule writes have
-  // begun the call. The call does not end later, because it cannot end before its last
-  // rank begins.
+  // Waits until a slot (receive buffer) of a peer is free. On a device that enqueues
+  // its work, only the first such step waits: until all peers to which the schedule
+  // writes have begun the call. This longer wait does not delay the end of the call,
+  // because the call cannot end before its last rank begins.
   void WaitFree(const Step& step, const WaitReason& reason) {
     if (!device_.enqueues()) return transport_.WaitFree(step.peer, step.slot, reason);
     if (is_free_) return;
@@ -195,8 +195,8 @@ class ScheduleRun {
     return {tensor, rows.begin - first, rows.end - first, scales};
   }
 
-  // Returns the rows that a step sends or reads. They are in a tensor of this rank or,
-  // after they were received, in one of its slots (receive buffers).
+  // Returns the rows that a step sends or reads. Rows of this rank are in one of its
+  // tensors. Received rows are in one of its slots (receive buffers).
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return SliceOf(partial_, step);
@@ -218,9 +218,9 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
-  // Copies received rows to the gathered result. Sums, the rows that a peer has reduced
-  // in an all-reduce, are copied on a GEMM lane, since the communication lane is about
-  // to send further splits.
+  // Copies received rows to the gathered result. In an all-reduce, the rows that a peer
+  // has summed are copied on a GEMM lane, because the communication lane must send
+  // further splits.
   void CopySplit(const Step& step) {
     if (communicated_.gathered.data == nullptr) return;
     if (step.payload != Payload::kSum) return CopySplit(kCommunicationLane, step);
@@ -301,15 +301,15 @@ class ScheduleRun {
   }
 
   // Adds the partial sums of all ranks in rank order, then bias and residual. Rounds
-  // once.
+  // only the final sum.
   void Reduce(const Step& step) {
     const RowSlice own = SliceOf(partial_, step);
     const RowSlice out = SliceOf(communicated_.result, step);
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
-      // Waits for all work on the communication lane, of which the wait for the partial
-      // sums is the latest.
+      // The wait for the partial sums is the latest work on the communication lane, so
+      // an event that is recorded here occurs after it.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
     }
     lanes_.Await(lane, ProducedBy(Payload::kPartial, step.chunk, step.split));
@@ -346,16 +346,15 @@ class ScheduleRun {
   Device& device_;
   LaneDependencies& lanes_;
   const TraceContext& trace_;
-  // Indexed by IndexOf(payload, chunk, split).
-  std::vector<ReceivedSplit> received_;
-  std::vector<Dependency> produced_;    // [payload][chunk][split]
-  std::vector<LaneSlotReads> readers_;  // [lane]
-  bool is_free_ = false;                // whether the call may write to its peers
+  std::vector<ReceivedSplit> received_;  // [payload][chunk][split], see IndexOf
+  std::vector<Dependency> produced_;     // [payload][chunk][split], see IndexOf
+  std::vector<LaneSlotReads> readers_;   // [lane]
+  bool is_free_ = false;                 // whether the call may write to its peers
   Tensor partial_;
 };
 
-// Runs the GEMMs of a call that need no communication. Their operands can be read after
-// the event `ready`.
+// Runs the GEMMs of a call that need no communication. The GEMMs start after the event
+// `ready`, when their operands can be read.
 void RunLocalGemms(const CallAttributes& at,
                    const RankCall& call,
                    const Dependency& ready,
@@ -396,9 +395,9 @@ void ExecuteRank(const CallAttributes& at,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const OpInfo& info = InfoOf(at.op);
-  // `gathers_first` is true if the GEMMs run after all communication. `is_whole` is
-  // true if GEMMs read the whole gathered operand, which must then be stored, instead
-  // of single splits.
+  // `gathers_first`: all GEMMs run after the communication. `is_whole`: the GEMMs read
+  // the whole gathered operand instead of single splits, so this operand must be
+  // stored.
   const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
   const bool is_whole =
       gathers_first || (info.communicated == Communicated::kFirstOperand &&

@@ -1,5 +1,5 @@
-// Executes a rank's schedule on a transport and a device. Used by all methods except
-// direct: they send data through slots.
+// Executes a rank's schedule on a transport and a device. All methods except "direct"
+// use it, because they send data through slots (receive buffers).
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ namespace jax_ub {
 // the method "direct" do not.
 bool UsesSlots(const CallAttributes& attributes);
 
-// Returns the slots (receive buffers) for which kWait or kWaitFree steps wait, each
-// with its peer and chunk.
+// Returns the slots (receive buffers) for which kWait or kWaitFree steps wait, with the
+// peer and the chunk of each slot.
 std::vector<PeerSlot> SlotsOf(std::span<const Step> steps);
 
 // Executes the schedule of one rank: its communication and GEMMs. May block, because
-// the transport may. On a device that does not enqueue, omits the GEMMs of bulk ops,
-// which the caller runs concurrently.
+// the transport may block. On a device that does not enqueue work, the caller must run
+// the GEMMs of bulk ops, concurrently with this function.
 void ExecuteRank(const CallAttributes& attributes,
                  const RankCall& call,
                  const SlotRequirements& plan,
@@ -34,7 +34,7 @@ void ExecuteRank(const CallAttributes& attributes,
                  Device& device,
                  const TraceContext& trace);
 
-// Executes the GEMMs of a call without communication.
+// Executes the GEMMs of a call that does not communicate.
 void ExecuteLocal(const CallAttributes& attributes,
                   const RankCall& call,
                   Device& device);

@@ -9,9 +9,9 @@ namespace {
 using Calls = std::vector<RankCall>;
 
 // Multiplies the sums of a GEMM by the FP8 scales of x_i and w_i. The GEMM sums x_i w_i
-// over the pairs i of all calls; its segments along K are [call][pair]. first_row(i)
-// returns the row of x (counted through all batch elements) where row segment i of the
-// result begins.
+// over the operand pairs i of all calls. Its segments along K are indexed [call][pair].
+// first_row(i) returns the row of x, counted through all batch elements, at which row
+// segment i of the result begins.
 template <typename FirstRow>
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
@@ -33,9 +33,9 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// Returns operand `index` of all ranks as an addend of a GEMM. Divides each rank's rows
-// (of all batch elements together) into `num_parts` equal parts, and returns one
-// segment per part and rank: first part 0 of every rank, then part 1, and so on.
+// Returns operand `index` of all ranks as an addend of a GEMM. Each rank's rows (of all
+// batch elements together) are divided into `num_parts` equal parts. The addend has one
+// segment per part and rank: part 0 of every rank, then part 1, and so on.
 AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -48,9 +48,9 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return addend;
 }
 
-// Returns operand `index` of all ranks, a bias vector, as an addend of a GEMM. Returns
-// one segment per part and rank, in the same order as AddendOf. Each segment is the
-// rank's vector, with row stride 0, so that it is added to every row.
+// Returns operand `index` of all ranks, a bias vector, as an addend with the segments
+// of AddendOf. Each segment is the vector of a rank with row stride 0, so that the GEMM
+// adds the vector to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -61,9 +61,9 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return bias;
 }
 
-// Builds the GEMM y_i = x w_i, for all local ranks at once. Its rows are the shards of
-// x of all ranks, and its columns belong to the local ranks. For P = 4 ranks, m rows
-// per shard and one batch element:
+// Builds the GEMM y_i = x w_i for all local ranks at once. Its rows are the shards of x
+// of all ranks. Its columns are those of the local ranks' kernels. For P = 4 ranks, m
+// rows per shard and one batch element:
 //
 //               w[0]   w[1]   w[2]   w[3]      N
 //   x[0]   m  | y[0] | y[1] | y[2] | y[3] |
@@ -128,8 +128,8 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
 }
 
 // Adds the bias and the residual of each rank to the part of the result that the rank
-// receives. This part is one segment per batch element in a reduce-scatter, and a copy
-// of the whole result in an all-reduce.
+// receives. In a reduce-scatter, this part has one segment per batch element. In an
+// all-reduce, it is a copy of the whole result.
 void AddBiasesAndResiduals(const CallAttributes& at,
                            const Calls& calls,
                            GemmProblem& problem) {
@@ -141,9 +141,9 @@ void AddBiasesAndResiduals(const CallAttributes& at,
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
-// Builds the GEMM of a reduce-scatter, y = sum of x_i w_i over pairs and ranks. Its row
-// segments are [batch][rank]: each rank receives one segment of every batch element in
-// its result.
+// Builds the GEMM of a reduce-scatter: y = sum of x_i w_i over operand pairs and ranks.
+// Its row segments are [batch][rank], because each rank receives one segment of every
+// batch element.
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   ResultSegments y(first.dtype);
@@ -159,9 +159,9 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Builds the GEMM of an all-reduce, y = sum of x_i w_i over pairs and ranks. It
-// computes each row once, and stores it in the results of all ranks in `calls`. With
-// one call, this is the local product of its pairs.
+// Builds the GEMM of an all-reduce: y = sum of x_i w_i over operand pairs and ranks.
+// The GEMM computes each row once, and stores it in the results of all ranks in
+// `calls`. With a single call, it sums over the operand pairs of one rank.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   ResultSegments y(first.dtype, static_cast<int>(calls.size()));
@@ -174,9 +174,9 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
 }
 
 // Multiplies the sums of a weight gradient by the scales of x and dy_i, unless the
-// scales multiply the elements (ScalesElements), and adds main_grad_i, the existing
-// gradient. All ranks have the same scale for the gathered operand, so it is read from
-// rank 0. The operands are x, then all dy_i, then all main_grads.
+// scales multiply the elements (ScalesElements). Adds main_grad_i, the existing
+// gradient. The operands are x, then all dy_i, then all main_grad_i. The scale of a
+// gathered operand is equal on all ranks, so it is read from calls[0].
 void AddFactorsAndMainGrads(const CallAttributes& at,
                             const Calls& calls,
                             int i,
@@ -197,10 +197,9 @@ void AddFactorsAndMainGrads(const CallAttributes& at,
   }
 }
 
-// Builds the GEMM of dw_i for all local ranks at once, where x or dy_i is gathered: each
-// rank has some of its tokens, which the GEMM reads in place. Rank q computes
-// dw[q] = x^T dy[q] or dw[q] = x[q]^T dy over all tokens. The segments along K, the
-// tokens, are [batch][rank].
+// Builds the GEMM of dw_i for all local ranks at once, where x or dy_i is gathered: the
+// GEMM reads the shards of all ranks in place. Rank q computes dw[q] = x^T dy[q] or
+// dw[q] = x[q]^T dy. The segments along K, the tokens, are [batch][rank].
 //
 //          dy[0]   dy[1]   dy[2]   dy[3]      N                 dy
 //   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |           x[0]^T | dw[0] |
@@ -315,8 +314,8 @@ std::vector<GemmProblem> DirectProducts(const CallAttributes& at,
   return products;
 }
 
-// The contracted dimension K concatenates the shards. For P = 2 ranks and two pairs, K
-// is:
+// The contracted dimension K concatenates the operand pairs of all ranks. For P = 2
+// ranks with two pairs each, K is:
 //
 //   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
 GemmProblem PartialProduct(const CallAttributes& at,
@@ -349,8 +348,8 @@ GemmProblem PartialProduct(const CallAttributes& at,
 
 namespace {
 
-// Builds the GEMM y_i = x w_i of kernel i, from slices of x. Each call of Add appends
-// the rows of one slice, as one segment per batch element.
+// Builds the GEMM y_i = x w_i of one kernel from slices of x. Each call of Add appends
+// the rows of one slice, with one segment per batch element.
 class GatherProduct {
  public:
   GatherProduct(const CallAttributes& at, const RankCall& call, int i)

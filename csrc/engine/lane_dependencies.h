@@ -1,5 +1,5 @@
-// Orders the lanes of a device with events. Omits each wait that earlier waits imply,
-// which a vector clock per lane detects.
+// Orders the lanes of a device (the streams of a GPU) with events. A vector clock per
+// lane detects waits that earlier waits imply, and these waits are omitted.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// An event that a lane has recorded, as an index into `dependencies_`. kNone: there is
-// nothing to wait for.
+// An event that a lane has recorded, as an index into LaneDependencies::dependencies_.
+// With kNone, there is nothing to wait for.
 struct Dependency {
   int index = kNone;
 };
@@ -44,8 +44,8 @@ class LaneDependencies {
   }
 
  private:
-  // A vector clock: entry i is the number of lane i's events that have occurred when
-  // the work at some point of a lane begins.
+  // The vector clock of a point in a lane's queue: entry i is the number of events of
+  // lane i that have occurred when the lane reaches this point.
   using Clock = std::vector<int>;
   struct Recorded {
     Lane lane;
@@ -55,8 +55,8 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  // Indexed by lane: the events that are known to precede all further work on the lane,
-  // so that the lane need not wait for them.
+  // Indexed by lane: the events that are known to occur before all further work on the
+  // lane. The lane need not wait for them.
   std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };

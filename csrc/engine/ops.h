@@ -1,5 +1,5 @@
-// The table of ops. Everything that depends on the op reads its row; no other code
-// lists all ops.
+// The table of ops. Code that depends on the op reads the op's row of this table. No
+// other code lists all ops.
 #pragma once
 
 #include <array>
@@ -25,8 +25,8 @@ enum class Op : uint8_t {
 };
 inline constexpr int kNumOps = 10;
 
-// Which GEMMs an op computes. The index i runs over its kernels, its pairs (x_i, w_i),
-// or its outputs; there are CallAttributes::num_kernels of them.
+// The GEMMs that an op computes. The index i counts the kernels w_i, the pairs (x_i,
+// w_i) or the outputs dw_i of the op. CallAttributes::num_kernels is their number.
 enum class GemmKind : uint8_t {
   kNone,
   kGatheredRows,  // y_i = gathered x w_i
@@ -35,15 +35,15 @@ enum class GemmKind : uint8_t {
   kDgrad,         // dx = sum of dy_i w_i^T
 };
 
-// Which array an op communicates: an operand, or the result of its GEMM.
+// The array that an op communicates: an operand, or the result of its GEMM.
 enum class Communicated : uint8_t {
   kNothing,
   kFirstOperand,     // gathered for the GEMMs
   kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
   kPartialSum,       // the GEMM's result
-  // An operand that no GEMM reads, communicated into the last result. An op without
-  // GEMMs is a plain collective of its first operand. An op with GEMMs communicates its
-  // last operand and runs the GEMMs concurrently (a "bulk" op).
+  // An operand that no GEMM reads. Its collective writes the last result. An op without
+  // GEMMs is a plain collective of its first operand. An op with GEMMs (a "bulk" op)
+  // communicates its last operand, and runs the GEMMs concurrently.
   kSeparateOperand,
 };
 
@@ -57,8 +57,9 @@ enum OpAttribute : uint32_t {
   kGather = 1 << 5,
   kScale = 1 << 6,
   kScales = 1 << 7,
-  // Bias and residual of an op. Both attributes are optional, because programs that
-  // were exported when this op had neither do not have the attributes.
+  // Bias and residual of an op that had neither in an earlier version of the library.
+  // Programs that were exported by that version lack these attributes, so the
+  // attributes are optional.
   kAddends = 1 << 8,
 };
 
@@ -78,7 +79,7 @@ struct OpInfo {
   }
 };
 
-// The table of ops, indexed by Op.
+// The table of ops. Its index is the value of Op.
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",

@@ -1,4 +1,4 @@
-// Builds the segmented views of GEMM operands and results from tensors.
+// Builds the views of GEMM operands and results, which consist of segments of tensors.
 #pragma once
 
 #include <cstddef>
@@ -17,20 +17,22 @@ struct StridedPointer {
   int64_t inner_stride = 0;
 };
 
-// Returns a view with the rows as its outer and the features as its inner dimension.
-// Used for results, and for x in y = x w, which contracts the features.
+// Returns a view of a tensor from row `row` of a batch element on. Its outer dimension
+// is the rows, its inner dimension the features. Used for results, and for x in y = x
+// w, which contracts the features.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// Returns a view with the features as its outer and the rows as its inner dimension.
-// Used for x and dy in dw = x^T dy, which contracts the rows (tokens).
+// Returns a view of a tensor from row `row` of a batch element on. Its outer dimension
+// is the features, its inner dimension the rows. Used for x and dy in dw = x^T dy,
+// which contracts the rows (tokens).
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
 
 // Returns a view of a kernel of shape [in, out], or [out, in] if `transposed`. The
-// inner dimension is `in`, which is contracted.
+// inner dimension of the view is `in`, the contracted dimension.
 inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
@@ -41,8 +43,8 @@ inline const Tensor* ScalesOf(const RankCall& call, size_t operand) {
 }
 
 // Returns whether the scales must multiply the elements of an operand, because they
-// vary along the contracted dimension. Other scales multiply the sums instead.
-// `contracts_rows`: the contracted dimension is the rows of the operand.
+// vary along the contracted dimension. Other scales multiply the sums of the GEMM.
+// `contracts_rows` says whether the contracted dimension is the rows of the operand.
 inline bool ScalesElements(const CallAttributes& at,
                            const Tensor& scales,
                            bool contracts_rows) {
@@ -53,7 +55,8 @@ inline bool ScalesElements(const CallAttributes& at,
 }
 
 // Returns a view of the FP8 scales that multiply the elements of `operand`, from row
-// `row` of batch element `batch` on. `contracts_rows`: whether the GEMM sums over rows.
+// `row` of batch element `batch` on. `contracts_rows` says whether the GEMM sums over
+// the rows of the operand.
 inline ScaleSegment ElementScales(const Tensor& scales,
                                   const Tensor& operand,
                                   int64_t batch,
@@ -67,8 +70,8 @@ inline ScaleSegment ElementScales(const Tensor& scales,
 }
 
 // Builds an OperandView, a GEMM operand that consists of segments in separate buffers.
-// The sizes must be added in the order of the segments, and the segments in row-major
-// order: [outer segment][inner segment].
+// The caller adds the sizes in the order of the segments, and appends the segments in
+// row-major order: [outer segment][inner segment].
 class OperandSegments {
  public:
   explicit OperandSegments(DType dtype) : view_{dtype, {0}, {0}, {}} {}
@@ -83,9 +86,9 @@ class OperandSegments {
     view_.segments.push_back(
         {pointer.data, pointer.outer_stride, pointer.inner_stride});
   }
-  // Appends the scales of the most recently appended segment, if scales multiply
-  // elements (ScalesElements). The segment begins at row `row` of batch element `batch`
-  // of `operand`. `scales` is null if the operand has none.
+  // Appends the scales of the segment that was appended last. Does nothing if the
+  // scales do not multiply elements (ScalesElements), or if `scales` is null. The
+  // segment begins at row `row` of batch element `batch` of `operand`.
   void AppendScales(const CallAttributes& at,
                     const Tensor* scales,
                     const Tensor& operand,
@@ -139,9 +142,10 @@ inline GemmProblem Problem(float scale,
 
 inline constexpr float kOne = 1;
 
-// Returns the scales of an operand as factors of the rows of the result or, unless
-// `is_of_rows`, of its columns. `first` is the index of the first scale. Returns a
-// factor of 1 if the scales multiply elements instead (ScalesElements).
+// Returns the scales of an operand, from index `first` on, as factors of the sums of a
+// GEMM. If `is_of_rows`, the factors belong to the rows of the result, otherwise to its
+// columns. Returns a factor of 1 if the scales multiply elements instead
+// (ScalesElements).
 inline FactorSegment FactorOf(const CallAttributes& at,
                               const Tensor& scales,
                               int64_t first,
@@ -154,7 +158,7 @@ inline FactorSegment FactorOf(const CallAttributes& at,
 }
 
 // Makes the GEMM multiply its sums by the scales of its FP8 operands. of_rows(part, i)
-// returns the factors of the rows in row segment i of the result; of_columns(part, j)
+// returns the factors of the rows in row segment i of the result. of_columns(part, j)
 // returns the factors of the columns in column segment j. If num_parts > 1, each
 // segment `part` along K has its own factors.
 template <typename OfRows, typename OfColumns>

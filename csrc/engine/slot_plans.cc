@@ -58,7 +58,8 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
     int64_t element_bytes = SizeOf(communicated.operand.dtype);
     if (!gather) {
       if (HasProduct(plan.collective)) element_bytes = SizeOf(plan.partial_dtype);
-      // In an all-reduce, slots also receive sums, which have the dtype of the result.
+      // The slots of an all-reduce receive partial sums, and later the final sums,
+      // which have the dtype of the result.
       element_bytes = std::max(element_bytes, SizeOf(communicated.result.dtype));
     }
     int64_t slot_bytes = sent.batch * split_rows * sent.features * element_bytes;

@@ -1,5 +1,6 @@
-// Slot plans: the slots and the schedules that a call needs. They depend on shapes and
-// on the method, not on addresses, so they are computed once per call site.
+// Slot plans: the slots (receive buffers) and the schedules that a call needs. A plan
+// depends on shapes and on the method, not on addresses, so it is computed once per
+// call site.
 #pragma once
 
 #include <memory>

@@ -31,8 +31,8 @@ std::string_view TraceKindName(TraceKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// The events of one thread. Only that thread writes them. Another thread may read the
-// first `size` events if `generation` is the current generation, because events are
+// The events of one thread. Only that thread writes events. Another thread may read the
+// first `size` events if `generation` equals Tracer::generation_, because events are
 // overwritten only after the next Start.
 struct Tracer::Buffer {
   static constexpr int64_t kEventBytes = sizeof(TraceEvent);
@@ -40,9 +40,9 @@ struct Tracer::Buffer {
   explicit Buffer(std::thread::id id) : owner(id) {}
 
   // Reserves memory for `num_events` events, or for none if memory is exhausted. Must
-  // not throw, because spans end in destructors. The kernel commits the memory page by
-  // page as events arrive: committing all of it here, or a huge page, would delay the
-  // traced program.
+  // not throw, because it runs in the destructors that record spans. The kernel commits
+  // the memory page by page as events arrive. Committing all memory here, or using huge
+  // pages, would delay the traced program.
   void Reserve(int64_t num_events) noexcept {
     if (num_events == room) return;
     room = 0;
@@ -61,7 +61,7 @@ struct Tracer::Buffer {
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
   // The owning thread sets the members below before its first event after each Start.
-  // Until then, readers skip the buffer.
+  // Readers skip the buffer until then, because its `generation` is an older one.
   int64_t room = 0;
   HostMapping memory;  // memory for `room` events
 };

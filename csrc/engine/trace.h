@@ -1,9 +1,9 @@
-// Records spans of time of this process in fixed memory, with one buffer per thread.
+// Records spans of time of this process in memory of fixed size, with one buffer per
+// thread. A full buffer drops further events and counts them.
 //
-// Disabled, a call costs one relaxed load. Enabled, a span costs two reads of the
-// monotonic clock, which all processes of a host share, and a write to the buffer of
-// its thread. A lock is taken only once per call, to register it. A full buffer drops
-// and counts further events.
+// If tracing is disabled, a call costs one relaxed load. If it is enabled, a span costs
+// two reads of the monotonic clock, which all processes of a host share, and a write to
+// the buffer of its thread. A lock is taken only once per call, to register the call.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@
 
 namespace jax_ub {
 
-// The kind of a recorded span: a step of a schedule (with the value of its StepKind),
-// or another activity, from kCall on.
+// The kind of a recorded span. The kinds before kCall are the steps of a schedule, with
+// the values of StepKind. The other kinds are other activities.
 enum class TraceKind : uint8_t {
   kMultiply,
   kCopy,
@@ -50,7 +50,7 @@ struct TraceEvent {
   Payload payload = Payload::kOperand;
 };
 
-// One execution of a call by a group of ranks, as described in a trace.
+// One execution of a call by a group of ranks, as a trace describes it.
 struct TraceCall {
   std::string label;
   Op op = Op::kMatmul;
@@ -90,16 +90,17 @@ class Tracer {
   void Start(int64_t events_per_thread);
   void Stop() { enabled_.store(false, std::memory_order_relaxed); }
 
-  // Returns the calls, and the events of all threads, since the last Start.
+  // Returns all calls and the events of all threads since the last Start.
   Trace Read() const;
 
-  // Registers a call, and returns the context with which to record its spans. After
-  // kMaxCalls calls, returns an empty context, with which nothing is recorded.
+  // Registers a call, and returns the context that records its spans. Returns an empty
+  // context, which records nothing, if kMaxCalls calls are already registered.
   TraceContext BeginCall(TraceCall call);
-  // Counts a call that could not be registered, because memory was exhausted.
+  // Counts a call that could not be registered, because memory was exhausted. Trace
+  // reports the number of such calls.
   void DropCall();
-  // Records an event. Does nothing if the call of the event began before the last
-  // Start, as its `generation` (TraceContext::generation) shows.
+  // Records an event. `generation` is TraceContext::generation of the event's call.
+  // Does nothing if Start was called after the call began.
   void Record(int64_t generation, const TraceEvent& event);
 
  private:
@@ -110,8 +111,8 @@ class Tracer {
   std::atomic<bool> enabled_{false};
   std::atomic<int64_t> generation_{0};
   std::atomic<int64_t> events_per_thread_{0};
-  // Open-addressing hash table, keyed by thread id. A buffer remains when its thread
-  // exits, and a later thread with the same id reuses it.
+  // Open-addressing hash table, keyed by thread id. A buffer remains in the table when
+  // its thread exits. A later thread with the same id reuses the buffer.
   std::array<std::atomic<Buffer*>, kNumThreads> buffers_ = {};
   // Number of events that were dropped because the hash table was full.
   std::atomic<int64_t> num_unbuffered_{0};
@@ -140,7 +141,8 @@ struct TraceContext {
 // Returns the time of the trace clock (monotonic) in ns, or 0 if tracing is disabled.
 int64_t TraceNow(const Tracer* tracer);
 
-// Records the lifetime of this object, from constructor to destructor, as a span.
+// Records the lifetime of this object, from its constructor to its destructor, as a
+// span.
 class TraceScope {
  public:
   TraceScope(const TraceContext& context, TraceKind kind, const Step& step = {});
