@@ -20,14 +20,15 @@ namespace jax_ub {
 
 namespace {
 
-// The buffers that initialize_ub allocates for its `shape` [T, H] have 8 bytes per
-// element, plus a constant. CapacityError uses this to say which shape would suffice.
+// initialize_ub allocates buffers of 8 bytes per element of its `shape` [T, H], plus a
+// constant. CapacityError inverts this formula to say which shape is large enough.
 constexpr int64_t kBufferBytesPerElement = 8;
 constexpr int64_t kBufferSlackBytes = 64 << 10;
 
-// Upper bound on the difference between the XLA run ids of two launches in flight. A
-// run id is a hash of the program plus its number of launches. A larger difference
-// means that the hashes differ, because two processes compiled the program separately.
+// Upper bound on the difference between XLA's run ids of two launches in flight. A run
+// id is a hash of the program plus its number of launches. A larger difference means
+// that two processes have different hashes of the program, because they compiled it
+// separately.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
 uint32_t RunOf(const CallLogEntry& entry) {
@@ -58,8 +59,8 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
 }
 
 // Returns an error if the call needs larger buffers than the communicator has, else
-// nullptr. Every process returns the same error and rejects the call. An exception,
-// such as std::bad_alloc, may occur in this process alone.
+// nullptr. All processes return the same error, and each of them rejects the call. An
+// error that only one process may have, such as std::bad_alloc, is thrown instead.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
@@ -154,8 +155,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // A task that releases a reference to the sequencer, possibly the last one. It is
-  // allocated in advance, because the failure handler that submits it must not fail.
+  // A task that releases a reference to the sequencer, which may be the last one. The
+  // task is allocated here, because the failure handler that submits it must not fail.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -166,9 +167,10 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
         std::shared_ptr<CallSequencer> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
-        // Releases `alive`, which may be the last reference, on a thread of the pool:
-        // the current thread belongs to the communicator, so it cannot destroy the
-        // communicator. In Close, the caller holds another reference.
+        // `alive` may be the last reference, whose release destroys the communicator.
+        // The current thread belongs to the communicator and cannot destroy it, so a
+        // thread of the pool releases `alive`. In Close, the caller holds another
+        // reference.
         if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
         let_go->alive = std::move(alive);
         pool.SubmitBlocking(let_go);
@@ -185,8 +187,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
-      // The lock covers both insertions, so that calls have the same order in the call
-      // log and in the queue.
+      // Both insertions are made under the lock, so that calls have the same order in
+      // the call log and in the queue.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
@@ -204,8 +206,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
   if (run_calls) pool_.SubmitBlocking(std::move(run_calls));
 }
 
-// Runs queued calls until the queue is empty. May block while it waits for peers or for
-// local ranks, so the thread pool runs it as a BlockingTask.
+// Runs queued calls until the queue is empty. Runs as a BlockingTask of the thread
+// pool, because it may block while it waits for peers or for local ranks.
 void CallSequencer::RunCalls() noexcept {
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
@@ -233,8 +235,8 @@ void CallSequencer::RunCalls() noexcept {
   }
 }
 
-// Returns whether the queue is empty, so that RunCalls must return. The next Enqueue
-// then submits RunCalls again.
+// Returns true if the queue is empty. RunCalls must then return, and the next Enqueue
+// submits RunCalls again.
 bool CallSequencer::Finish() {
   std::lock_guard lock(mutex_);
   if (!complete_.empty()) return false;
@@ -247,7 +249,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
   bool is_first_call = false;
   {
     std::lock_guard lock(mutex_);
-    // After a failed call, no call may begin: a process may have skipped the barrier of
+    // No call may begin after a failed call. A process may have skipped the barrier of
     // the failed call, so a peer may still read the buffers that the next call would
     // write. OnPoison fails the queued calls.
     if (complete_.empty() || communicator_->poison()) {
@@ -262,8 +264,8 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
     label = complete_.front()->attributes->label;
     for (const auto& collective : complete_) is_first_call |= collective->is_first;
   }
-  // `next_call_` is read without a lock, because only this thread, which executes
-  // RunCalls, changes it.
+  // `next_call_` is read without a lock, because only the thread that executes RunCalls
+  // changes it. This is the current thread.
   return WaitForLocalCall(
       communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
 }
@@ -297,8 +299,8 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
   }
 }
 
-// Returns the error message for a call that is in the leader's log, but that this
-// process has not submitted in time. Requires `mutex_`.
+// Returns the error message for a call in the leader's log that this process has not
+// submitted in time. Requires `mutex_`.
 std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& entry,
                                                 const WaitReason& reason) const {
   std::ostringstream text;
@@ -319,8 +321,8 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& entry,
   return text.str();
 }
 
-// Runs call number `call`. Returns the error of a call that all processes reject;
-// throws errors that fail the communicator permanently.
+// Runs call number `call`. Returns an error if all processes reject the call. Throws
+// any other error, which fails the communicator permanently.
 std::exception_ptr CallSequencer::Run(
     const std::shared_ptr<const CollectiveCall>& call_to_run, int64_t call) {
   const CollectiveCall& collective = *call_to_run;
@@ -353,8 +355,8 @@ void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t 
     communicator_->Barrier(
         call, 0, ReasonFor(collective.attributes->label, collective.is_first));
   }
-  // Every process compares each signature with the leader's, so that all of them report
-  // the same error.
+  // All processes compare each signature with the leader's, so that they report the
+  // same error.
   const CallSignature first = communicator_->call_signature(0, call);
   for (int p = 1; p < communicator_->num_processes(); ++p) {
     const CallSignature other = communicator_->call_signature(p, call);
@@ -400,9 +402,9 @@ void CallSequencer::RunThroughSlots(
   run->RunAndWait();
 }
 
-// Completes each rank on a separate thread, because XLA continues the program of a rank
-// on the thread that completes it. With `inline_last`, the current thread completes the
-// last rank.
+// Completes the ranks with `failure` or nullptr. Each rank gets its own thread, because
+// XLA continues the program of a rank on the thread that completes it. With
+// `inline_last`, the current thread completes the last rank.
 void CallSequencer::Complete(const std::shared_ptr<CollectiveCall>& collective,
                              std::exception_ptr failure,
                              bool inline_last) noexcept {
@@ -425,8 +427,9 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
-  // Acquires and releases the lock, so that no thread in WaitForLocalCall is between
-  // its check for a failure and its sleep, where it would miss the notification.
+  // Acquires and releases the lock before the notification. Otherwise, a thread in
+  // WaitForLocalCall could be between its check for a failure and its sleep, and miss
+  // the notification.
   std::unique_lock(mutex_).unlock();
   changed_.notify_all();
   for (;;) {
@@ -476,8 +479,8 @@ double CallSequencer::BarrierSeconds(int count) {
     throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
                                 ", expected at least 1");
   }
-  // Continues the phases of the latest call: barrier generations must increase, or else
-  // processes would pass barriers without waiting.
+  // The barriers continue the phases of the latest call. Barrier generations must
+  // increase, or else processes would pass barriers without waiting.
   const int64_t latest_call = num_calls() - 1;
   const std::string label = "barrier";
   const auto begin = std::chrono::steady_clock::now();

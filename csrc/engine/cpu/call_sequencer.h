@@ -27,7 +27,7 @@
 namespace jax_ub {
 
 // Converts XLA's run ids in the leader (the process of rank 0) to the run ids of this
-// process, for each call site.
+// process. The difference between both depends on the call site.
 //
 // A call site has the same key in every process: the channel from the lowered module,
 // plus the number of earlier call sites with that channel in the compiled program. Its
@@ -38,8 +38,8 @@ namespace jax_ub {
 // learned at the first call of a call site, and holds for all its later calls.
 class RunIdOffsets {
  public:
-  // Returns the collective call that the leader logged as `entry`, or nullptr if it is
-  // not in `complete`, the calls that all local ranks have joined. Throws
+  // Searches `complete`, the calls that all local ranks have joined, for the call that
+  // the leader logged as `entry`. Returns nullptr if the call is not found. Throws
   // CommunicatorError if several calls match.
   std::shared_ptr<CollectiveCall> Find(
       const CallLogEntry& entry,
@@ -48,7 +48,7 @@ class RunIdOffsets {
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
 
  private:
-  // Difference between this process's run id and the leader's, keyed by
+  // Run id of this process minus run id of the leader, keyed by
   // CollectiveCall::call_site_id.
   std::unordered_map<uint64_t, uint32_t> offsets_;
 };
@@ -57,15 +57,15 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
  public:
   struct Hooks {
     std::function<Timeouts()> timeouts;
-    // Called after a permanent failure. Must fail the collective calls of the group
-    // that still wait for local ranks.
+    // Called after a permanent failure of the communicator. Must fail the collective
+    // calls of the group that still wait for local ranks.
     std::function<void(const CallSequencer&, const std::exception_ptr& reason)>
         on_failure;
   };
 
   // Creates the sequencer of a communicator. `devices[r]` is the device id of rank r.
-  // `generation` counts the communicators of these devices, and is the same in every
-  // process.
+  // `generation` is the number of this communicator among all communicators that these
+  // devices have had. It is equal in every process.
   static std::shared_ptr<CallSequencer> Make(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
@@ -76,10 +76,9 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
   // Returns whether the call may use this communicator. A call that was lowered for an
-  // earlier communicator of these devices may not: when that communicator failed, the
-  // processes may have launched the program a different number of times, so equal run
-  // ids might identify different calls. The generation of a call is that of the newest
-  // communicator of its groups.
+  // earlier communicator of these devices may not use it. When that communicator
+  // failed, the processes may have launched the program a different number of times, so
+  // equal run ids might identify different calls.
   bool AcceptsGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation >= generation_;
   }
@@ -90,16 +89,17 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   // memory is exhausted, fails the communicator.
   void Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept;
 
-  // Fails all pending and later calls, in this process and in all others.
+  // Fails all pending and later calls, in this process and in its peers.
   void Fail(const std::exception_ptr& reason) noexcept;
   // Returns the reason of a permanent failure, or nullptr.
   std::exception_ptr failure() const { return communicator_->poison(); }
-  // Returns `reason` as the error of call `label`: in a message that begins with the
-  // name of the communicator ("... died"), the label replaces the name. Does not change
-  // a message that names a call.
+  // Returns `reason` with the label of a call in its message: the label replaces the
+  // name of the communicator at the beginning of the message. Returns `reason` itself
+  // if its message does not begin with the name of the communicator.
   std::exception_ptr WithLabel(const std::string& label,
                                const std::exception_ptr& reason) const noexcept;
-  // Tells the peers that this process closes the communicator. Calls in flight fail.
+  // Tells the peers that this process closes the communicator. Fails the calls in
+  // flight.
   void Close();
 
   int64_t num_calls() const;  // number of calls that have begun
@@ -141,7 +141,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   ThreadPool& pool_;
   const Hooks hooks_;
 
-  // The members below are accessed only by the thread that executes RunCalls.
+  // Only the thread that executes RunCalls accesses the two members below.
   RunIdOffsets run_id_offsets_;
   std::unordered_map<uint64_t, std::string> texts_;  // [signature]: text of the call
 

@@ -16,11 +16,11 @@ namespace jax_ub {
 
 namespace {
 
-// The number of launches that are remembered per call site. XLA does not report the end
-// of a launch, but allows at most 32 launches in flight per device. After 128 newer
+// The number of launches that each call site remembers. XLA does not report the end of
+// a launch, but it allows at most 32 launches in flight per device. After 128 newer
 // launches, all ranks of a launch have arrived.
 constexpr size_t kMaxLaunches = 128;
-constexpr double kWatchdogPeriodS = 1;
+constexpr double kWatchdogPeriodS = 1;  // maximum time between checks of deadlines
 
 std::string Join(const std::vector<int>& ranks) {
   std::string text;
@@ -53,7 +53,7 @@ uint64_t NextId() {
   return next.fetch_add(1);
 }
 
-// Returns the index of a rank among the ranks of the group in this process. Throws
+// Returns the index of a rank among the group's ranks in this process. Throws
 // CommunicatorError if the rank belongs to another process.
 size_t LocalIndex(const CallAttributes& at,
                   const CallSequencer* sequencer,
@@ -113,8 +113,8 @@ CallSite::Launch& CallSite::FindLaunch(int64_t run_id) {
   for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch) {
     if (launch->run_id == run_id) return *launch;
   }
-  // Forgets the oldest launch. Its incomplete collective calls, if any, still fail at
-  // their deadline, because the watchdog knows them.
+  // The oldest launch is forgotten. Its incomplete collective calls still fail at their
+  // deadline, because the watchdog has its own list of these calls.
   if (launches_.size() == kMaxLaunches) launches_.pop_front();
   launches_.push_back({run_id, std::vector<int64_t>(flat_ranks_.size(), 0), {}});
   return launches_.back();
@@ -199,9 +199,9 @@ std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
     return collective;
   }
   if (collective->num_arrived == 1) {
-    // The first call gets the longer timeout if any group spans processes: a local rank
-    // may arrive late, because it waits in an earlier call for a process that is still
-    // compiling the program.
+    // The first call of a call site gets the longer timeout if any group spans
+    // processes. A local rank may arrive late, because it waits in an earlier call for
+    // a process that is still compiling the program.
     const bool is_first = collective->is_first && !sequencers_.empty();
     collective->deadline = StoppableDeadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
@@ -255,8 +255,8 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
   return sequencer;
 }
 
-// Throws CommunicatorError unless all ranks of the group are in this process. Some are
-// not if a program that was lowered for several processes runs after destroy_ub.
+// Throws CommunicatorError unless all ranks of the group are in this process. It throws
+// if a program that was lowered for several processes runs after destroy_ub.
 void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
   const CallAttributes& at = site.attributes();
   std::string devices;
@@ -324,7 +324,7 @@ std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_m
 }
 
 // Stores the error of a group in one run of a program, so that ranks of this group that
-// arrive later fail, too.
+// arrive later fail with this error.
 void Rendezvous::Remember(int64_t run_id,
                           uint64_t group_key,
                           const std::exception_ptr& reason) {
@@ -346,8 +346,9 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Memory is exhausted: frees the errors of older launches, and tries Remember
-      // again. If that fails, too, ranks that arrive later wait until their deadline.
+      // Memory is exhausted. Frees the errors of older launches, and tries Remember
+      // again. If the second attempt fails, ranks that arrive later wait until their
+      // deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }
@@ -373,9 +374,9 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
     sequencer = FindSequencer(site, group);
   }
   if (sequencer) {
-    // If the call was lowered for an earlier communicator of these devices, every
-    // process rejects it and no process waits for it, so the current communicator need
-    // not fail.
+    // Does not fail the current communicator for a call that was lowered for an earlier
+    // communicator of these devices. Every process rejects such a call, so no process
+    // waits for it.
     if (sequencer->AcceptsGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
@@ -398,9 +399,9 @@ Timeouts Rendezvous::timeouts() const {
   return timeouts_;
 }
 
-// Fails expired collective calls. The watchdog wakes once per period instead of at each
-// new call. It misses no deadline, because a call never expires within its first
-// period.
+// Fails collective calls whose deadline has expired. The watchdog thread wakes once per
+// period instead of at each new call. It misses no deadline, because a call never
+// expires within its first period.
 void Rendezvous::Watch() {
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -414,8 +415,8 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // There was no memory to create an error. The watchdog tries again after one
-      // period.
+      // Memory was exhausted when an error was created. The watchdog tries again after
+      // one period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
     }
@@ -435,8 +436,8 @@ void Rendezvous::FailExpired(std::unique_lock<std::mutex>& lock) {
     const uint64_t group_key = collective.group_key;
     const std::shared_ptr<CallSequencer> sequencer = collective.sequencer;
     lock.unlock();
-    // Fail also removes the collective call from the table, unless the sequencer has
-    // failed before. Then Fail has no effect, and Poison removes the call.
+    // Fail also removes the collective call from the table. If the sequencer has
+    // already failed, Fail has no effect, and Poison removes the call.
     if (sequencer) sequencer->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();

@@ -32,25 +32,25 @@ namespace jax_ub {
 
 class CallSequencer;
 
-// The time in seconds that a rank waits for the other ranks of its call.
+// The time in seconds for which a rank waits for the other ranks of its call.
 struct Timeouts {
   double call_s = 0;
-  // Minimum timeout of the first execution of a call site, during which other processes
-  // may still be compiling the program.
+  // Lower bound of the timeout of a call site's first execution, during which other
+  // processes may still be compiling the program.
   double first_call_s = 0;
 
   double Of(bool is_first_call) const {
     return is_first_call ? std::max(call_s, first_call_s) : call_s;
   }
-  // Returns the name of the environment variable that determines the timeout.
+  // Returns the name of the environment variable that sets the timeout of a call.
   std::string_view SettingOf(bool is_first_call) const {
     return is_first_call && first_call_s > call_s ? "JAX_UB_FIRST_CALL_TIMEOUT_S"
                                                   : "JAX_UB_TIMEOUT_S";
   }
 };
 
-// One execution of a collective op: the calls of all ranks of a group or, if the group
-// spans processes, of its ranks in this process.
+// One execution of a collective op. Contains the calls of all ranks of a group or, if
+// the group spans processes, of the group's ranks in this process.
 struct CollectiveCall {
   // The attributes of the call site. The pointer stays valid, because a call site
   // outlives its pending calls.
@@ -68,7 +68,7 @@ struct CollectiveCall {
   StoppableDeadline deadline = StoppableDeadline::After(0);
   std::string_view deadline_setting;
 
-  // The next three members are only set if the group spans processes.
+  // The next three members are set only if the group spans processes.
   std::shared_ptr<CallSequencer> sequencer;
   uint64_t call_site_key = 0;  // identifies call site and group in every process
   uint64_t call_site_id = 0;   // identifies the call site within this process
@@ -81,8 +81,8 @@ struct CollectiveCall {
 // dtype between the ranks.
 void CheckEqualShapes(const CollectiveCall& collective);
 
-// One custom call of a compiled program, and the collective calls at this call site that
-// not all ranks have joined yet.
+// One custom call of a compiled program. Holds the collective calls at this call site
+// that some ranks have not joined yet.
 class CallSite {
  public:
   // `ordinal` is the number of earlier call sites in the program with the same channel.
@@ -102,8 +102,9 @@ class CallSite {
   };
 
   Launch& FindLaunch(int64_t run_id);
-  // Returns the collective call of the group's execution number `count` in this launch.
-  // Creates it for the first rank that arrives.
+  // Returns the collective call of a group in this launch, after `count` earlier
+  // executions of the call site by the group. Creates the collective call when the
+  // first rank arrives.
   std::shared_ptr<CollectiveCall> FindCall(
       Launch& launch,
       int group,
@@ -123,18 +124,20 @@ class CallSite {
 };
 
 // Collects the calls of ranks until all ranks of their group have arrived. A watchdog
-// fails incomplete collective calls at their deadline. If one rank fails, all calls of
-// its group in the same run fail, because its peers would wait for it.
+// fails incomplete collective calls at their deadline. If the call of one rank fails,
+// all calls of the group in the same run fail, because the rank's peers would wait for
+// it.
 class Rendezvous {
  public:
-  // `start` runs a task on another thread. It must not throw.
+  // `start` must run a task on another thread, and must not throw.
   Rendezvous(std::function<void(std::shared_ptr<BlockingTask>)> start,
              Timeouts timeouts);
   ~Rendezvous() = delete;  // its watchdog thread never exits
 
-  // Adds the call of a rank. The last rank of a group gets the complete collective
-  // call, and the index of the rank in this call in `*last_rank`. All other ranks get
-  // nullptr. Throws CommunicatorError if the group has already failed in this run.
+  // Adds the call of a rank. For the last rank of a group, returns the complete
+  // collective call and sets `*last_rank` to the rank's index in this call. For all
+  // other ranks, returns nullptr. Throws CommunicatorError if the group has already
+  // failed in this run.
   std::shared_ptr<CollectiveCall> Join(CallSite& site,
                                        int64_t run_id,
                                        int64_t device,
@@ -142,30 +145,31 @@ class Rendezvous {
                                        Completion done,
                                        int* last_rank);
 
-  // Makes `sequencer` run all later calls of the group that has its devices, until
-  // Detach. Throws CommunicatorError if the group already has a sequencer.
+  // Makes `sequencer` run all later calls of the group that consists of its devices,
+  // until Detach. Throws CommunicatorError if the group already has a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
-  // Fails the collective calls that wait for local ranks before `sequencer` can run
-  // them.
+  // Fails the collective calls of the sequencer's group that still wait for local
+  // ranks.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
 
-  // Sets which device ids belong to this process. Until the first call, every device is
-  // taken to belong to it.
+  // Sets the ids of the devices that belong to this process. If it is not called, all
+  // devices are assumed to belong to this process.
   void set_local_devices(std::vector<int64_t> devices);
 
-  // NextOrdinal returns how many call sites of the program that is being compiled have
-  // had this channel so far. BeginProgram resets the count when a program is lowered.
+  // Returns the number of earlier call sites with this channel in the program that is
+  // being compiled.
   uint64_t NextOrdinal(const std::string& channel);
+  // Resets the number that NextOrdinal returns. Called when a program is lowered.
   void BeginProgram(const std::string& channel);
 
   // Fails all pending and later calls of a group in one run of a program.
   void Poison(int64_t run_id,
               uint64_t group_key,
               const std::exception_ptr& reason) noexcept;
-  // Fails the calls of a rank's group in this run. Used if CheckCall or Join has
-  // rejected the rank's call, because its peers would wait for it.
+  // Fails the calls of a rank's group in this run, because the other ranks would wait
+  // for this rank. Used if CheckCall or Join has rejected the rank's call.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
@@ -191,16 +195,17 @@ class Rendezvous {
                   const std::exception_ptr& reason) noexcept;
   void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<CallSequencer> FindSequencer(const CallSite& site, int group) const;
-  // Returns the sequencer that orders the calls of a group in all its processes, or
-  // nullptr if all ranks of the group are in this process. Throws CommunicatorError if
-  // the group spans processes and is not connected, if its connection has failed, or if
-  // the program was lowered for an earlier connection.
+  // Returns the sequencer that orders the calls of a group in all its processes.
+  // Returns nullptr if all ranks of the group are in this process. Throws
+  // CommunicatorError if the group spans processes and is not connected, if its
+  // connection has failed, or if the program was lowered for an earlier connection.
   std::shared_ptr<CallSequencer> SequencerOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  // Guards the members below, and the members of CallSite whose comments say so.
+  // Guards the members below, and the members of CallSite whose comments name this
+  // mutex.
   mutable std::mutex mutex_;
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;
@@ -208,7 +213,7 @@ class Rendezvous {
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<CallSequencer>> sequencers_;
   std::unordered_set<int64_t> local_devices_;
-  // Number of call sites per channel so far, in the program that is being compiled.
+  // Number of call sites per channel in the program that is being compiled.
   std::unordered_map<std::string, uint64_t> ordinals_;
   bool watchdog_started_ = false;
   bool watchdog_armed_ = false;

@@ -12,11 +12,11 @@
 
 namespace jax_ub {
 
-// The callback at the end of a rank's call.
+// The callback that reports the end of a rank's call.
 //
-// The callback is invoked once, when a rank's call ends, with the error of the call or
-// nullptr. XLA may continue the rank's program in it, so no other thread may wait for
-// the thread that invokes it. Its memory is allocated on construction, so that
+// The callback is invoked once, with the error of the call or nullptr. XLA may continue
+// the rank's program in the callback, so no other thread may wait for the thread that
+// invokes it. The memory of the callback is allocated on construction, so that
 // completing a call cannot fail.
 class Completion {
  public:
@@ -30,7 +30,7 @@ class Completion {
 
   void operator()(const std::exception_ptr& failure) const { state_->done(failure); }
 
-  // Returns a task that invokes the callback with `failure`, to run on a thread pool.
+  // Returns a task that invokes the callback with `failure` on a thread pool.
   std::shared_ptr<BlockingTask> AsTask(
       const std::exception_ptr& failure) const noexcept {
     state_->failure = failure;

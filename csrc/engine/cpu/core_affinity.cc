@@ -43,9 +43,9 @@ std::vector<int> CoreAffinity::cpu_set() const {
   return part;
 }
 
-// A new thread inherits the CPU set of the thread that starts it, which may be a pinned
-// thread. The thread therefore gets the CPU set of the thread that called the pool
-// last.
+// A new thread inherits the CPU set of the thread that starts it, which may be pinned
+// to one core. Therefore, the new thread gets the CPU set of the thread that called the
+// pool last.
 CoreAffinity::Thread::Thread(CoreAffinity& cores)
     : id_(static_cast<pid_t>(syscall(SYS_gettid))) {  // glibc 2.28 has no gettid
   std::optional<cpu_set_t> allowed;
@@ -90,7 +90,8 @@ void CoreAffinity::Release(Thread& thread) {
   }
   std::lock_guard lock(thread.mutex_);
   thread.is_idle_ = false;
-  // If `assigned_` is set, `allowed_` was set before, so that `allowed` is initialized.
+  // AssignIdleCores sets `assigned_` only after `allowed_` was set, so `allowed` is
+  // initialized if `assigned_` is set.
   if (!thread.assigned_) return;
   sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
   thread.assigned_.reset();
@@ -116,8 +117,8 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
     : core_affinity_(cores), core_(sched_getcpu()) {
   cpu_set_t stays;
   const bool is_claimed = TryReserve(who, num_threads, stays);
-  // Sets the CPU set without holding the lock, because the system call may block until
-  // a core of the set is available.
+  // The lock is not held while the CPU set changes, because the system call may block
+  // until a core of the set is available.
   if (CPU_COUNT(&stays) > 0) {
     stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
   }
@@ -127,16 +128,16 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
   core_affinity_.OccupyCore(core_);
 }
 
-// Returns true and reserves the current core if no other thread computes on it. Sets
-// `stays` to the CPU set that the calling thread must get, or to an empty set if it
-// needs no restriction.
+// Reserves the current core and returns true if no other thread computes on this core.
+// Sets `stays` to the CPU set that the calling thread must get, or to an empty set if
+// the thread needs no restriction.
 bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& stays) {
   CPU_ZERO(&stays);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   std::lock_guard lock(core_affinity_.mutex_);
   if (who == Who::kCaller) core_affinity_.allowed_ = allowed_;
-  // All cores that the last caller of the pool may use. The CPU set of a worker may
-  // still be restricted to the cores that were free in an earlier call.
+  // `all` has all cores that the last caller of the pool may use. The CPU set of a
+  // worker may have fewer cores: those that were free in an earlier call.
   const cpu_set_t all = core_affinity_.allowed_.value_or(allowed_);
   cpu_set_t free = core_affinity_.FreeOf(allowed_);
   if (CPU_COUNT(&free) == 0) free = core_affinity_.FreeOf(all);

@@ -1,15 +1,15 @@
 // Keeps the computing threads of a thread pool on different cores.
 //
 // Linux places a woken thread on a busy core if no core is idle at that moment. When a
-// third thread wakes up, Linux may move a computing thread onto another one's core. It
-// takes many milliseconds to separate two busy threads again: a job of 20 ms would run
-// on one core to its end, and a job of 2 ms would end before its second thread ran at
-// all.
+// third thread wakes up, Linux may move a computing thread to the core of another
+// computing thread. Linux takes many milliseconds to separate two busy threads again: a
+// job of 20 ms would run on one core to its end, and a job of 2 ms would end before its
+// second thread ran at all.
 //
-// Therefore a thread that wakes another one to compute first restricts it to cores
+// Therefore a thread that wakes another thread to compute first restricts it to cores
 // where no thread computes. If the pool has at least as many threads as cores, its
 // computing threads are pinned. With fewer threads they may migrate, because other
-// processes use the remaining cores, and this process does not know which ones these
+// processes use the remaining cores, and this process does not know which cores these
 // are.
 #pragma once
 
@@ -35,13 +35,14 @@ class CoreAffinity {
  public:
   enum class Who { kCaller, kWorker };
 
-  // Restricts the pool to those cores in `part` on which its threads may run, to leave
-  // the other cores to other processes. Empty: all cores.
+  // Restricts the pool to the cores in `part`, to leave the other cores to other
+  // processes. Ignores cores on which the pool's threads may not run. An empty `part`
+  // removes the restriction.
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;
 
-  // The CPU set of one worker thread, which constructs this object. The worker
-  // initially gets the CPU set of the thread that called the pool last.
+  // The CPU set of one worker thread, which constructs this object. Initially, the
+  // worker gets the CPU set of the thread that called the pool last.
   class Thread {
    public:
     explicit Thread(CoreAffinity& cores);
@@ -67,11 +68,11 @@ class CoreAffinity {
   // core.
   void SetIdle(Thread& thread);
 
-  // Reserves a core for the calling thread while the thread computes, as one of
-  // `num_threads` threads. If another thread already computes on the current core, the
-  // calling thread first moves to a free core. It is pinned to its core if there are at
-  // least as many threads as cores. If all cores are taken, the scheduler chooses a
-  // core.
+  // Reserves a core for the calling thread while it computes, as one of `num_threads`
+  // threads. If another thread already computes on the current core, the calling thread
+  // first moves to a free core. If there are at least as many threads as cores, the
+  // calling thread is pinned to its core. If all cores are taken, the scheduler chooses
+  // a core.
   class ScopedCore {
    public:
     ScopedCore(CoreAffinity& cores, Who who, int num_threads);
@@ -94,7 +95,8 @@ class CoreAffinity {
   cpu_set_t CpuSetOf(const cpu_set_t& allowed) const;
   // Returns the cores in CpuSetOf(allowed) on which no thread of the pool computes.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
-  // Update num_on_core_ and busy_ when a thread begins or stops computing on a core.
+  // Update num_on_core_ and busy_ when a thread begins (OccupyCore) or stops
+  // (VacateCore) computing on a core.
   void OccupyCore(int core);
   void VacateCore(int core);
 

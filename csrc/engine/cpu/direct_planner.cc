@@ -8,8 +8,9 @@ namespace jax_ub {
 
 namespace {
 
-// Adds an all-gather: copies tensor `index` of every rank into result `result` of every
-// local rank. `tensors` selects the operands or their scales.
+// Adds the copies of an all-gather to `work`: tensor `index` of every rank is copied
+// into result `result` of every local rank. `tensors` selects the operands or their
+// scales.
 void AddGather(const RankCalls& calls,
                std::vector<Tensor> RankCall::* tensors,
                size_t index,
@@ -62,9 +63,9 @@ void AddReduceToAll(const CallAttributes& at, const RankCalls& calls, WorkList& 
   work.Add(sum);
 }
 
-// Adds the copies of a gather, or the sums of a reduction, to `work`. For
-// all_gather_matmul, this copies x to the gathered result that the op returns; the GEMM
-// does not read this copy.
+// Adds the copies of a gather, or the sums of a reduction, to `work`. In
+// all_gather_matmul, the copies fill the gathered result that the op returns. The GEMM
+// does not read this result.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

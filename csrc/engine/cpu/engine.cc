@@ -46,8 +46,8 @@ void Engine::Submit(
     throw;
   }
   if (!collective) return;
-  // From here on, an error must fail all ranks through their completions, because an
-  // exception would reach only the rank that arrived last.
+  // From here on, an error must fail all ranks through their completions. An exception
+  // would reach only the rank that arrived last.
   if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
     BeginTrace(*collective, device);
     return sequencer->Enqueue(std::move(collective));
@@ -59,7 +59,7 @@ std::shared_ptr<CallSequencer> Engine::Join(
     std::shared_ptr<SharedMemoryCommunicator> communicator,
     std::vector<int64_t> devices,
     int generation) {
-  // The engine is never destroyed, so the hooks may capture `this`.
+  // The hooks may capture `this`, because the engine is never destroyed.
   auto sequencer = CallSequencer::Make(
       std::move(communicator), std::move(devices), generation, *pool_,
       {[this] { return rendezvous_->timeouts(); },
@@ -77,8 +77,8 @@ void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
 }
 
 // Registers the call with the tracer, if tracing is enabled. If memory is exhausted,
-// the call is not traced: an exception here would leave ranks without a completion.
-// Only local calls use `device`.
+// the call is not traced. An exception here would leave the ranks waiting for their
+// completion. `device` is used only for local calls.
 void Engine::BeginTrace(CollectiveCall& collective, int64_t device) noexcept try {
   if (!tracer_.enabled()) return;
   const CallAttributes& at = *collective.attributes;
@@ -113,15 +113,15 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // No other thread accesses the buffers at this point, so all ranks can complete
-    // with an error.
+    // All ranks can complete with an error, because no other thread accesses the
+    // buffers at this point.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }
 
-// Completes all ranks, with `failure` or nullptr. Completing a rank continues its
-// program, which may wait for another rank, so each rank needs its own thread. The rank
-// with index `here` uses the current thread.
+// Completes all ranks with `failure` or nullptr. Each rank needs its own thread,
+// because completing a rank continues its program, which may wait for another rank. The
+// rank with index `here` uses the current thread.
 void Engine::Complete(const CollectiveCall& collective,
                       const std::exception_ptr& failure,
                       int here) noexcept {
@@ -157,15 +157,15 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // If `participated` is true, the current thread is XLA's thread of the last
-        // rank that arrived, and can complete this rank itself.
+        // If `participated` is true, this is the XLA thread of the rank that arrived
+        // last, and it can complete this rank itself.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }
 
-// Executes a call whose ranks send data through slots (receive buffers). Ranks complete
-// independently, because peers access only a rank's slots, never its operands or
-// results.
+// Executes a call whose ranks send data through slots (receive buffers). Each rank
+// completes independently, because its peers access only its slots, never its operands
+// or results.
 void Engine::ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective) {
   const SlotRequirements requirements = SlotRequirementsOf(*collective, *pool_);
   const auto communicator = std::make_shared<SlotPool::PooledCommunicator>(

@@ -1,4 +1,4 @@
-// The CPU engine: matches the calls of the ranks, executes them by their method, and
+// The CPU engine. It matches the calls of the ranks, executes them by their method, and
 // completes each rank when its results are written.
 #pragma once
 
@@ -31,15 +31,15 @@ class Engine {
   Engine(int num_threads, Timeouts timeouts);
   ~Engine() = delete;  // its threads never exit
 
-  // Starts a rank's call and returns without waiting for its peers. Invokes `done`
-  // after the results are written, when no peer accesses this rank's buffers any more.
-  // The last rank of a small call computes it and invokes `done` before Submit returns.
-  // Throws if the call is rejected.
+  // Starts a rank's call and returns without waiting for its peers. Invokes `done` when
+  // the results are written and no peer accesses this rank's buffers any more. For a
+  // small call, the last rank computes the results and invokes `done` before Submit
+  // returns. Throws if the call is rejected.
   void Submit(
       CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
 
-  // Creates the call sequencer of a communicator between processes. From then on, it
-  // runs the calls of groups that consist of `devices`, the devices of the
+  // Creates the call sequencer of a communicator between processes. From then on, the
+  // sequencer runs the calls of the group of `devices`, the devices of the
   // communicator's ranks. Throws CommunicatorError if these devices already have a
   // sequencer.
   std::shared_ptr<CallSequencer> Join(
@@ -49,7 +49,7 @@ class Engine {
   // Unregisters the sequencer and closes its communicator. Pending calls fail.
   void Leave(const std::shared_ptr<CallSequencer>& sequencer);
 
-  // Frees the slots (receive buffers, which are kept for later calls) that no call
+  // Frees the slots (receive buffers) that are kept for later calls and that no call
   // uses.
   void ReleaseSlots() { slots_.ReleaseFree(); }
 

@@ -16,15 +16,16 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// Largest all-reduce that uses a single barrier. Up to this size, a second barrier
-// costs more than adding all elements in every process.
+// Size of the largest all-reduce result (in f32) that uses a single barrier. Up to this
+// size, a second barrier takes longer than adding all elements in every process.
 constexpr int64_t kSmallBytes = 64 << 10;
 
 int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Returns the contiguous part of `size` rows that process number `process` reduces.
+// Divides `size` rows among the processes. Returns the contiguous range of rows that
+// process number `process` reduces.
 RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
   return {size * process / num_processes, size * (process + 1) / num_processes};
 }
@@ -41,7 +42,7 @@ bool IsSmall(const Tensor& result) {
   return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
 }
 
-// One call in ExecuteMultiProcess: its state, and a function for each step.
+// The state of one call of ExecuteMultiProcess, with a function for each step.
 class Execution {
  public:
   Execution(const MultiProcessCall& call,
@@ -73,8 +74,8 @@ class Execution {
  private:
   std::byte* buffer(int rank) const { return communicator_.buffer(rank, number_); }
 
-  // Returns the buffer, that of the process's lowest rank, in which a process stores
-  // results for its peers.
+  // Returns the buffer in which a process stores results for its peers: the buffer of
+  // its lowest rank.
   std::byte* BufferOfProcess(int process) const { return buffer(LowestRank(process)); }
 
   int LowestRank(int process) const {
@@ -94,7 +95,8 @@ class Execution {
     RunWork(work, pool_);
   }
 
-  // Waits until all processes have stored their sums, which this process then reads.
+  // Waits until all processes have stored their sums, so that this process can read
+  // them.
   void SecondBarrier() {
     const TraceScope scope(trace_, TraceKind::kBarrier);
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
@@ -124,7 +126,7 @@ class Execution {
   }
 
   // Copies operands to the shared buffers, where the peers in other processes read
-  // them. For a reduce-scatter, omits the blocks that local ranks receive.
+  // them. In a reduce-scatter, the blocks that local ranks receive are not copied.
   void Stage() {
     WorkList work;
     const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
@@ -160,7 +162,7 @@ class Execution {
   }
 
   // Executes the op as in a single process, but reads the shards of other processes
-  // from their shared buffers. Used for all ops without a special case in Run.
+  // from their shared buffers. Used for all ops that Run does not treat separately.
   void ReadInPlace() {
     Stage();
     std::optional<ConcurrentWork> products;
@@ -220,11 +222,11 @@ class Execution {
     Run(std::move(work));
   }
 
-  // All-reduces the product x w. Divides the rows among the processes. Each process
-  // stores its sums after the partial sums in its buffer, and a second barrier makes
-  // them visible to the others:
+  // All-reduces the product x w. Each process sums a part of the rows, and stores the
+  // sums in its buffer, after the partial sums. A second barrier makes the sums visible
+  // to the other processes. Buffer of process p:
   //
-  //   buffer of process p | rows of p by process 0 | by process 1 | ... | sums of p
+  //   rows of p by process 0 | rows of p by process 1 | ... | sums of the rows of p
   void AllReduceProduct() {
     const Tensor& to = local_[0].results[0];
     if (IsSmall(to)) return AllReduceSmallProduct();
@@ -248,8 +250,8 @@ class Execution {
     SumRows(std::move(parts), num_processes() * part_bytes);
   }
 
-  // All-reduces the product x w if the result is small: every process adds the partial
-  // sums of all rows, which needs no second barrier.
+  // All-reduces the product x w if the result is small. Every process adds the partial
+  // sums of all rows, so no second barrier is needed.
   void AllReduceSmallProduct() {
     const Tensor& to = local_[0].results[0];
     ResultSegments y(DType::kF32);
@@ -263,8 +265,9 @@ class Execution {
       sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
     // The result is computed once for all local ranks, since bias and residual are
-    // equal on all ranks. Computing it for each rank would be wrong: a residual may
-    // share memory with the result of its rank, which would have been overwritten.
+    // equal on all ranks. A computation for each rank would be wrong: if the residual
+    // shares memory with the result of its rank, the first computation would overwrite
+    // the residual.
     AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
     for (const RankCall& call : local_) {
       sum.to.push_back({call.results[0].data, to.features, to.dtype});
@@ -287,16 +290,16 @@ class Execution {
     SumRows(std::move(parts), Aligned(local_[0].operands[0].size_bytes()));
   }
 
-  // Returns the rows of an all-reduced result that a process sums. Rows are numbered
+  // Returns the rows of an all-reduced result that a process sums. Rows are counted
   // through all batch elements.
   RowRange RowsOfResult(int process) const {
     const Tensor& to = local_[0].results[0];
     return RowsOfProcess(to.batch * to.rows, process, num_processes());
   }
 
-  // Sums `parts`, bias and residual for this process's rows of an all-reduced result,
-  // and stores the sums at `offset` in its buffer. Then copies the sums of all processes
-  // to the results of the local ranks.
+  // Adds `parts`, bias and residual for this process's rows of an all-reduced result.
+  // Stores the sums at `offset` in the buffer of this process. Then copies the sums of
+  // all processes to the results of the local ranks.
   void SumRows(std::vector<ConstMatrix> parts, int64_t offset) {
     const Tensor& to = local_[0].results[0];
     const RowRange own = RowsOfResult(process());

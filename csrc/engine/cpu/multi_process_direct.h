@@ -1,10 +1,10 @@
 // The method "direct" for a group that spans processes. Each process copies the data
-// that its peers need into shared buffers. GEMMs and sums are those of
-// direct_planner.h, for the results of the local ranks.
+// that its peers need into shared buffers. It then computes the GEMMs and sums of
+// direct_planner.h for the results of its local ranks.
 //
 // Gathers: after the arrival barrier, a process reads the shards in the buffers of its
-// peers. Reduce-scatters without a GEMM: the process of the rank that receives a block
-// sums it.
+// peers. Reduce-scatters without a GEMM: each block is summed by the process of the
+// rank that receives the block.
 //
 // matmul_reduce_scatter: a process stores its partial sum over its local ranks in the
 // buffers of the ranks that own the rows. After the barrier, the owners add the partial
@@ -22,8 +22,8 @@
 
 namespace jax_ub {
 
-// Returns the size in bytes of the shared buffer that a call needs for each rank,
-// through which processes exchange operands or partial sums.
+// Returns the size in bytes of the shared buffer of each rank in a call. Processes
+// exchange operands or partial sums through these buffers.
 int64_t DirectBufferBytes(const CallAttributes& attributes,
                           const RankCall& call,
                           int num_processes);
@@ -36,8 +36,8 @@ struct MultiProcessCall {
   TraceContext trace;
 };
 
-// Executes a call for the ranks of this process. May block. `compare_signatures` waits
-// at the arrival barrier, Barrier(number, 0), and throws if the processes passed
+// Executes a call for the ranks of this process. May block. `compare_signatures` must
+// wait at the arrival barrier, Barrier(number, 0), and throw if the processes have
 // different call signatures.
 void ExecuteMultiProcess(const MultiProcessCall& call,
                          SharedMemoryCommunicator& communicator,

@@ -1,4 +1,4 @@
-// An intrusive queue, and the tasks of the thread pool that can be queued. The queue
+// An intrusive queue, and the tasks that the thread pool queues in it. The queue
 // allocates no memory, so a task can be queued even if memory is exhausted.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jax_ub {
 
-// Base class of the objects of type T in a queue. An object is in at most one queue at
+// Base class of the objects of type T in a Queue. An object may be in only one queue at
 // a time.
 template <typename T>
 class Queued {
@@ -80,8 +80,8 @@ class Queue {
   int64_t size_ = 0;
 };
 
-// A task that may block a thread of the pool: a rank's schedule, or the continuation of
-// an XLA program.
+// A task that may block the thread of the pool that runs it, such as a rank's schedule
+// or the continuation of an XLA program.
 class BlockingTask : public Queued<BlockingTask> {
  public:
   virtual ~BlockingTask() = default;

@@ -7,8 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum number of unused communicators that are kept. Few calls use slots at the same
-// time.
+// Maximum number of unused communicators that are kept for reuse. A small number
+// suffices, because few calls use slots at the same time.
 constexpr size_t kMaxFree = 8;
 
 }  // namespace

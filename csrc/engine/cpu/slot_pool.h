@@ -1,5 +1,5 @@
-// Pool of in-process communicators. Slots are allocated once and reused by later calls
-// of any call site.
+// Pool of in-process communicators. The slots (receive buffers) of a communicator are
+// allocated once, and reused by later calls of any call site.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace jax_ub {
 
 class SlotPool {
  public:
-  // Deletes a communicator, and subtracts its size from `size_bytes_` of its pool.
+  // Deletes a communicator, and subtracts its size from SlotPool::size_bytes_.
   struct Delete {
     SlotPool* pool = nullptr;
     void operator()(InProcessCommunicator* communicator) const;
@@ -23,15 +23,15 @@ class SlotPool {
   SlotPool();
 
   // Returns a communicator with at least `num_slots` slots (receive buffers) of at
-  // least `slot_bytes` bytes per rank. No other call uses it until Release.
+  // least `slot_bytes` bytes per rank. No other call uses the communicator until
+  // Release.
   PooledCommunicator Acquire(int num_ranks, int num_slots, int64_t slot_bytes);
   // Returns a communicator to the pool after all ranks have completed the call. After a
-  // failure, destroy the communicator instead, because the epochs (use counts) of its
-  // slots may differ between ranks.
+  // failed call, the caller must destroy the communicator instead, because the epochs
+  // (use counts) of its slots may differ between ranks.
   void Release(PooledCommunicator communicator) noexcept;
 
-  // Frees the communicators, with their slots, that were kept for reuse and that no
-  // call uses.
+  // Frees the communicators that are kept for reuse, with their slots.
   void ReleaseFree();
 
   int64_t size_bytes() const;  // of all communicators that exist
@@ -41,7 +41,8 @@ class SlotPool {
   mutable std::mutex mutex_;  // guards the members below
   int64_t size_bytes_ = 0;
   int64_t peak_bytes_ = 0;
-  // Declared last, so that it is destroyed first: Delete updates the counters above.
+  // Declared last, so that it is destroyed first: its deleter (Delete) updates the
+  // members above.
   std::vector<PooledCommunicator> free_;
 };
 

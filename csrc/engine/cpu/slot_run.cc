@@ -41,21 +41,21 @@ void SlotRun::Start() {
 void SlotRun::RunAndWait() {
   Queue<BlockingTask> tasks = MakeTasks(num_ranks() - 1);
   if (gemms_) gemms_->Start();
-  // Until here, an exception is harmless, because no rank has begun. From here on,
+  // Before this line, an exception is harmless, because no rank has begun. After it,
   // nothing may throw until all ranks have ended, because the ranks use objects of the
   // caller.
   pool_.SubmitBlocking(std::move(tasks));
   // The current thread also runs ranks. If the system limits the number of threads,
-  // some ranks may not have got a thread. By now, their peers have failed, so these
-  // ranks fail, too.
+  // some ranks may still have no thread. By the time that the current thread runs such
+  // a rank, its peers have failed, so the rank fails as well.
   while (next_.load() < num_ranks()) RunNextRank();
   std::unique_lock lock(mutex_);
   all_ended_.wait(lock, [&] { return num_left_ == 0; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// Allocates the tasks of all ranks before any rank begins: a rank without a task would
-// block the ranks that wait for it.
+// Allocates the tasks of all ranks before any rank begins. If the allocation of a task
+// failed later, the ranks that had begun would wait for a rank without a task.
 Queue<BlockingTask> SlotRun::MakeTasks(size_t num_tasks) {
   Queue<BlockingTask> tasks;
   for (size_t i = 0; i < num_tasks; ++i) {
@@ -83,8 +83,8 @@ void SlotRun::RunNextRank() noexcept {
   if (hooks_.done) hooks_.done(i, failure, is_last);
 }
 
-// Runs `body`, a part of a rank's call, and returns its exception, or nullptr. Passes
-// only the first exception of all ranks to hooks_.fail.
+// Runs `body`, a part of a rank's call. Returns the exception of `body`, or nullptr.
+// Only the first exception of all ranks is passed to hooks_.fail.
 template <typename Body>
 std::exception_ptr SlotRun::Try(const Body& body) noexcept {
   try {

@@ -1,5 +1,6 @@
-// Runs the local ranks of a call that sends data through slots. Each rank executes its
-// schedule on a thread of the pool, because it may have to wait for its peers.
+// Runs the local ranks of a call that sends data through slots (receive buffers). Each
+// rank executes its schedule on its own thread of the pool, because it may have to wait
+// for its peers.
 #pragma once
 
 #include <atomic>
@@ -25,21 +26,21 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks to the owner of the run, on the threads of the ranks. After `done` of the
-  // last rank, no callback is called. If `done` is empty, no callback is called after
-  // RunAndWait has returned, so callbacks may use local variables of RunAndWait's
+  // Callbacks to the owner of the run, which the threads of the ranks call. No callback
+  // is called after `done` of the last rank. If `done` is empty, no callback is called
+  // after RunAndWait has returned, so callbacks may use local variables of RunAndWait's
   // caller.
   struct Hooks {
     // Returns the transport that exchanges the data of calls[i] with its peers.
     std::function<Transport&(size_t i)> transport;
-    // Returns the error that ends all waits of the transports, or nullptr if none has
-    // occurred.
+    // Returns the error that has ended all waits of the transports, or nullptr if no
+    // error has occurred.
     std::function<std::exception_ptr()> poison;
-    // Receives the first error of a rank or of the concurrent GEMMs of a bulk op. Must
-    // end the waits of the other ranks.
+    // Called with the first error of a rank or of the concurrent GEMMs of a bulk op.
+    // Must end the waits of the other ranks.
     std::function<void(const std::exception_ptr& reason)> fail;
-    // Called when calls[i] has ended, with its error or nullptr. Must not throw. May be
-    // empty.
+    // Called when calls[i] has ended, with the error of the call or nullptr. Must not
+    // throw. May be empty.
     std::function<void(size_t i, const std::exception_ptr& failure, bool is_last)> done;
   };
 
@@ -56,7 +57,7 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
 
   // Runs all ranks and waits for them. The calling thread must be allowed to block,
   // because it runs the ranks for which there is no other thread. Rethrows the first
-  // error. If RunAndWait throws std::bad_alloc, no rank has run.
+  // error of a rank. If RunAndWait throws std::bad_alloc, no rank has run.
   void RunAndWait();
 
  private:

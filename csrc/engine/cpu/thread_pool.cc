@@ -11,10 +11,10 @@ namespace jax_ub {
 
 namespace {
 
-// Number of sleeping threads that a thread wakes before it starts to work. Each of
-// these threads wakes further threads.
+// Maximum number of sleeping threads that a thread wakes before it starts to work. Each
+// woken thread wakes further threads.
 constexpr int kMaxWakes = 2;
-// Number of times that an idle thread polls for work before it sleeps, enough to bridge
+// Number of times that an idle thread polls for work before it sleeps. The polls bridge
 // the gaps in a sequence of small calls. Every poll yields the core. With more polls,
 // idle threads of several processes would yield to each other and slow down the
 // computing threads.
@@ -69,8 +69,9 @@ struct ThreadPool::Worker {
   Worker* next = nullptr;  // guarded by ThreadPool::mutex_
 };
 
-// Scratch memory for packed operands, which a thread borrows from the pool. The pool's
-// workers have scratch memory; XLA's threads, which run work units too, have none.
+// Scratch memory for packed GEMM operands that a thread borrows from the pool. A thread
+// of XLA that runs work units must borrow it, because only the workers of the pool have
+// their own scratch memory.
 class ThreadPool::ScratchLoan {
  public:
   explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {
@@ -85,8 +86,8 @@ class ThreadPool::ScratchLoan {
       std::lock_guard lock(pool_.mutex_);
       pool_.scratches_.push_back(std::move(scratch_));
     } catch (...) {
-      // Memory is exhausted, so the pool's list of free scratch memory cannot grow, and
-      // this scratch memory is freed.
+      // Memory is exhausted, so the pool's list of free scratch memory cannot grow. The
+      // borrowed scratch memory is freed instead of returned.
       pool_.scratch_bytes_ -= size_bytes;
     }
   }
@@ -128,13 +129,14 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
   num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
 }
 
-// Returns how many more threads the queued work could use: one for each task that may
-// block, and as many as may still join jobs. Requires `mutex_`.
+// Returns how many more threads the queued work could use. Each queued BlockingTask
+// needs one thread. Each job can use as many threads as may still join it. Requires
+// `mutex_`.
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
   jobs_.Find([&](const ParallelJob& job) {
-    // A job without units still needs one worker, which calls its Finish.
+    // A job without units still needs one worker, which calls ParallelJob::Finish.
     const int64_t least = job.num_workers_ == 0 ? 1 : 0;
     const int64_t left = std::min<int64_t>(job.num_units_ - job.next_unit_.load(),
                                            job.max_workers_ - job.num_workers_);
@@ -148,8 +150,8 @@ int64_t ThreadPool::NumWanted() const {
 }
 
 // Wakes or starts threads until each queued BlockingTask has a thread, and each job has
-// as many threads as it can use. Wakes at most kMaxWakes threads itself; these wake the
-// others.
+// as many threads as it can use. The calling thread wakes at most kMaxWakes threads;
+// these threads wake the others.
 bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   const int64_t num_wanted = NumWanted();
   if (num_wanted == 0) {
@@ -187,8 +189,8 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
     for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
   } catch (...) {
     // The system limits threads or memory, so no thread can be started, and existing
-    // threads must do the work. Threads may have gone to sleep since `num_waking_`
-    // counted the new threads.
+    // threads must do the work. If a thread has gone to sleep while the lock was not
+    // held, it is woken.
     lock.lock();
     num_waking_ -= num_new;
     if (asleep_ != nullptr) return WakeWorkers(lock);
@@ -198,8 +200,9 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   return true;
 }
 
-// Ensures that queued jobs run although this thread is about to exit or block. If no
-// worker can be woken or started, runs the jobs itself, since they never block.
+// Ensures that queued jobs run although the calling thread is about to exit or block.
+// If no worker can be woken or started, the calling thread runs the jobs, which never
+// block.
 void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
   while (!WakeWorkers(lock)) {
     {
@@ -245,7 +248,7 @@ void ThreadPool::Participate(std::shared_ptr<ParallelJob> job) noexcept {
   lock.unlock();
   std::exception_ptr failure;
   {
-    // The core is reserved before workers wake, so that they avoid it.
+    // The core is reserved before workers wake, so that they are placed on other cores.
     const CoreAffinity::ScopedCore core(core_affinity_, CoreAffinity::Who::kCaller,
                                         num_workers());
     lock.lock();
@@ -266,7 +269,7 @@ void ThreadPool::RunInline(ParallelJob& job) noexcept {
   job.Finish(true);
 }
 
-// Runs units of the job, starting with `unit`, until no unit is left to begin. The
+// Runs units of the job, beginning with `unit`, until no unit is left to begin. The
 // calling thread is already counted in num_workers_.
 std::exception_ptr ThreadPool::RunUnits(ParallelJob& job,
                                         int64_t unit,
@@ -322,8 +325,8 @@ void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
   LeaveJob(job, failure, false);
 }
 
-// Returns a job that another worker may join, or nullptr. A job without units also
-// needs one worker, to call its Finish.
+// Returns a job that another worker may join, or nullptr. One worker must also join a
+// job without units, to call its Finish.
 std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
   if (num_in_jobs_ >= num_workers()) return nullptr;
   return jobs_.Find([](const ParallelJob& job) {
@@ -335,7 +338,8 @@ std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
 bool ThreadPool::HasWork() const { return !runs_.empty() || FindJob() != nullptr; }
 
 // Polls briefly for work, then sleeps. `lock` is held on entry and exit. Only one
-// thread polls at a time, because more would take cores from the computing threads.
+// thread polls at a time, because more polling threads would take cores from the
+// computing threads.
 void ThreadPool::WaitForWork(std::unique_lock<std::mutex>& lock,
                              Worker& worker) noexcept {
   while (!HasWork()) {

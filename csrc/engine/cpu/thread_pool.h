@@ -1,18 +1,20 @@
-// The library's thread pool. It runs two kinds of tasks:
+// The library's thread pool. It runs two kinds of tasks.
 //
-//   job  independent units of pure computation. At most num_workers() threads run
-//        units at a time, for any number of ranks. A unit never blocks.
-//   run  a BlockingTask (a rank's schedule, the continuation of an XLA program). It
-//        may block, so it never queues behind another run: the pool starts a thread,
-//        up to the system's limit. At that limit jobs still complete: a thread that
-//        cannot wake another one first finishes the queued jobs itself.
+// A job (ParallelJob) consists of independent units of pure computation, which never
+// block. At most num_workers() threads run units at a time, for any number of ranks.
+//
+// A run (BlockingTask) may block, such as a rank's schedule or the continuation of an
+// XLA program. It never queues behind another run: the pool starts a thread for it, up
+// to the system's limit. At that limit, jobs still complete, because a thread that
+// cannot wake another thread completes the queued jobs before it blocks.
 //
 // Waking a thread takes as long as tens of microseconds of work. Therefore a thread
-// wakes at most two others and then starts its first unit. Each of them wakes two more
-// if there is work for them.
+// wakes at most two other threads and then starts its first unit. Each of these threads
+// wakes two more if there is work for them.
 //
-// The first thread starts with the pool, so that a queued task always has one. The
-// others start on first use. Threads never exit: nothing may be joined at process exit.
+// The first thread starts with the pool, so that a queued task always has a thread. The
+// other threads start on first use. Threads never exit, because no thread may be joined
+// at process exit.
 #pragma once
 
 #include <algorithm>
@@ -34,35 +36,37 @@
 
 namespace jax_ub {
 
-// Work that takes less than this (in microseconds, on one thread) runs on the calling
-// thread, because waking another thread costs as much.
+// Work that takes less than this time (in microseconds, on one thread) runs on the
+// calling thread, because waking another thread takes as long.
 inline constexpr double kMaxInlineUs = 50;
-// A thread is woken only if there is at least this much work for it, in microseconds.
+// A thread is woken only if there is work for it that takes at least this time, in
+// microseconds.
 inline constexpr double kGrainUs = kMaxInlineUs / 2;
 
-// Returns how many threads to use for work that takes `estimated_us` on one thread, so
-// that each thread gets at least kGrainUs of work.
+// Returns the number of threads to use for work that takes `estimated_us` on one
+// thread. Each thread gets at least kGrainUs of work.
 int WorkersFor(double estimated_us);
 
-// Independent work units, which threads of the pool run in any order, and a function
-// that runs after the last unit.
+// Independent work units that threads of the pool run in any order, and a function that
+// runs after the last unit.
 class ParallelJob : public Queued<ParallelJob> {
  public:
-  // Runs one unit. If it throws, units that have not begun are skipped.
+  // Runs one unit. If it throws an exception, units that have not begun are skipped.
   using RunUnit = std::function<void(int64_t unit, Scratch& scratch)>;
-  // Called once, by the last thread that leaves the job. `participated` says whether
-  // that thread called Participate or RunInline. Must not throw.
+  // Called once, by the last thread that leaves the job. `participated` is true if that
+  // thread called Participate or RunInline. Must not throw.
   using Done =
       std::function<void(const std::exception_ptr& failure, bool participated)>;
 
-  // `estimated_us` is the run time on one thread. At most WorkersFor(estimated_us)
-  // threads run the job. A job with `done` must not be waited for.
+  // `estimated_us` is the run time of all units on one thread. At most
+  // WorkersFor(estimated_us) threads run the job. Wait must not be called on a job with
+  // `done`.
   ParallelJob(int64_t num_units,
               RunUnit run_unit,
               double estimated_us = std::numeric_limits<double>::infinity(),
               Done done = nullptr);
 
-  // Waits until all units have ended. Rethrows an exception of a unit.
+  // Waits until all units have ended. Rethrows the exception of a unit.
   void Wait();
 
  private:
@@ -87,48 +91,49 @@ class ParallelJob : public Queued<ParallelJob> {
   bool is_finished_ = false;
 };
 
-// Returns `failure`, the error of a call whose tasks wait for each other. If it is a
-// DeadlineError, and only `num_begun` of the `num_runs` tasks had a thread, adds this
-// to the message.
+// Returns `failure`, the error of a call whose tasks wait for each other. If the error
+// is a DeadlineError, and fewer than `num_runs` tasks had a thread, the message says
+// that only `num_begun` tasks had one.
 std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
                                      int num_begun,
                                      int num_runs) noexcept;
 
 class ThreadPool {
  public:
-  // Starts the first thread. At most `num_cores` threads compute at a time. Throws
-  // SystemError if the thread cannot be started.
+  // Starts the first thread of the pool. At most `num_cores` threads compute at a time.
+  // Throws SystemError if the thread cannot be started.
   explicit ThreadPool(int num_threads, int num_cores = NumAllowedCores());
   ~ThreadPool() = delete;  // its threads never exit
 
-  // Queues tasks that may block, and wakes or starts threads for them. The pool starts
-  // the tasks in this order.
+  // Queues tasks that may block, and wakes or starts threads for them. The tasks start
+  // in the order of the queue.
   void SubmitBlocking(Queue<BlockingTask> runs) noexcept;
   void SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept;
   void SubmitBlocking(std::function<void()> run);  // throws std::bad_alloc
 
   // Queues the job, and wakes workers. Unless num_workers() threads already compute,
-  // the calling thread runs units, too. Returns when no unit is left to begin; other
-  // threads may still be running units. Must be called at most once per job.
+  // the calling thread also runs units. Returns when no unit is left to begin, but
+  // other threads may still be running units. Must be called at most once per job.
   void Participate(std::shared_ptr<ParallelJob> job) noexcept;
 
   // Runs all units on the calling thread, which is cheaper than waking workers.
   void RunInline(ParallelJob& job) noexcept;
 
   // Runs the units of a job and waits for them. If they take less than kMaxInlineUs,
-  // the calling thread runs them; otherwise as Participate does. The calling thread
-  // must be allowed to block. Rethrows an exception of a unit.
+  // the calling thread runs all of them. Otherwise, other threads also run units, as in
+  // Participate. The calling thread must be allowed to block. Rethrows the exception of
+  // a unit.
   void ParallelFor(int64_t num_units,
                    ParallelJob::RunUnit run_unit,
                    double estimated_us = std::numeric_limits<double>::infinity());
 
-  // Sets how many threads compute at a time, and on which cores. Empty `cores`: all
-  // cores on which the threads may run.
+  // Sets the number of threads that compute at a time, and the cores on which they run.
+  // With empty `cores`, they run on all cores that the process may use.
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> cpu_set() const { return core_affinity_.cpu_set(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
-  // Returns how many threads compute at a time: at most the number of cores, because
-  // more threads would only take turns on them.
+  // Returns the number of threads that may compute at a time. It is at most the number
+  // of cores, because more threads would only take turns on the cores.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
   // Returns what PlanGemm needs to plan a GEMM for this pool: the number of threads,
@@ -151,12 +156,14 @@ class ThreadPool {
   void LeaveJob(const std::shared_ptr<ParallelJob>& job,
                 const std::exception_ptr& failure,
                 bool participated) noexcept;
-  // Wake threads for the queued work, and unlock `lock`. WakeWorkers returns false if
-  // work is left for which no thread is idle and none can be started.
+  // Wakes threads for the queued work, and unlocks `lock`. Returns false if some work
+  // needs another thread, but no thread is idle and none can be started.
   bool WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept;
+  // Calls WakeWorkers, which unlocks `lock`. If it returns false, runs the queued jobs
+  // on the calling thread.
   void RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept;
-  // Runs units of a job and unlocks `lock`. `self` is null if the calling thread does
-  // not belong to the pool.
+  // Runs units of a job and unlocks `lock`. `self` is null if the calling thread is not
+  // a thread of the pool.
   void RunJob(std::unique_lock<std::mutex>& lock,
               const std::shared_ptr<ParallelJob>& job,
               Scratch& scratch,
@@ -166,8 +173,8 @@ class ThreadPool {
   bool HasWork() const;
   void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& member) noexcept;
 
-  // Signal mask of all threads of the pool, taken from the thread that creates the
-  // pool.
+  // The signal mask of the thread that creates the pool. All threads of the pool get
+  // this mask.
   const SignalMask signal_mask_;
   const int num_cores_;
   std::atomic<int> num_threads_;
@@ -178,7 +185,7 @@ class ThreadPool {
   mutable std::mutex mutex_;
   Queue<BlockingTask> runs_;
   Queue<ParallelJob> jobs_;
-  // Idle threads. Each idle thread is counted in exactly one of these members.
+  // The idle threads. Each idle thread is in exactly one of the next three members.
   Worker* spinning_ = nullptr;  // polls the queues; needs no wake-up
   int num_waking_ = 0;          // woken or being started, not running yet
   Worker* asleep_ = nullptr;    // linked list; the last to fall asleep first

@@ -10,12 +10,13 @@ namespace jax_ub {
 
 namespace {
 
-// Size of a work unit that copies or sums. It takes some tens of microseconds.
+// Maximum size of a work unit that copies (in bytes) or sums (in elements). Such a unit
+// takes some tens of microseconds.
 constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
-// Low estimates of the throughput of copies and sums on one thread, from which the pool
-// decides how many threads to wake.
+// Throughput of copies and sums on one thread, estimated low. The pool decides from it
+// how many threads to wake.
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
@@ -69,8 +70,8 @@ void WorkList::Add(const Sum& sum) {
   for (const Matrix& to : sum.to) element_bytes += SizeOf(to.dtype);
   estimated_us_ +=
       static_cast<double>(sum.rows * sum.columns * element_bytes) / kSumBytesPerUs;
-  // Splits the sum into slices of at most kUnitElements: whole rows, or parts of one
-  // row.
+  // Divides the sum into slices of at most kUnitElements elements. A slice consists of
+  // whole rows, or of a part of one row.
   const int64_t num_rows = std::max<int64_t>(kUnitElements / sum.columns, 1);
   for (int64_t row = 0; row < sum.rows; row += num_rows) {
     for (int64_t column = 0; column < sum.columns; column += kUnitElements) {
@@ -151,7 +152,7 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     job_->Wait();
   } catch (...) {
-    // The exception is ignored, because a destructor must not throw: either Wait has
+    // A destructor must not throw, so the exception is ignored. Either Wait has
     // reported it, or the caller already ends with another error.
   }
 }

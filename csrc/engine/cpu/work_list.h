@@ -1,5 +1,5 @@
-// The work units of one collective call: GEMMs, copies and sums, run as one parallel
-// job.
+// The work units of one collective call: GEMMs, copies and sums. They run as one
+// parallel job of the thread pool.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,10 @@ struct Copy {
   int64_t size_bytes = 0;
 };
 
-// to[j][r, c] = round(parts[0][r, c] + parts[1][r, c] + ...), added in f32 in this
-// order. All destinations j have the same dtype and get the same values. A destination
-// may be exactly the memory of a part.
+// A sum of matrices: to[j][r, c] = round(parts[0][r, c] + parts[1][r, c] + ...), added
+// in f32 in this order. All destinations j have the same dtype and get the same values.
+// A destination may be exactly the memory of a part, but may not overlap a part
+// otherwise.
 struct Sum {
   std::vector<ConstMatrix> parts;
   std::vector<Matrix> to;
@@ -33,14 +34,14 @@ struct Sum {
 
 class WorkList {
  public:
-  // Adds work: a GEMM, a copy or a sum. Divides a GEMM into units for as many of the
-  // `workers` as its size justifies.
+  // Adds a GEMM, a copy or a sum. A GEMM is divided into units for as many of the
+  // `workers` as its estimated time allows.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
 
-  // Runs one unit, 0 <= unit < num_units(). Units are independent: they may run on any
-  // thread and in any order.
+  // Run computes one unit, 0 <= unit < num_units(). Units are independent, so they may
+  // run on any thread and in any order.
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
@@ -50,22 +51,21 @@ class WorkList {
     step_ = step;
   }
 
-  // Returns a rough estimate of the run time on one thread, by which the pool decides
+  // Returns a rough estimate of the run time on one thread. The pool uses it to decide
   // how many threads to wake.
   double estimated_us() const { return estimated_us_; }
 
  private:
-  // Adds a sum to the last work unit that computes sums or, if this unit would exceed
-  // kUnitElements elements, to a new unit. `slice` must not have more elements than
-  // that.
+  // Adds a sum of at most kUnitElements elements to the last work unit of sums. If the
+  // unit would then exceed kUnitElements elements, the sum gets a new unit.
   void AddSlice(Sum slice);
 
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  // The units of GEMM plan i have the numbers [plan_ends_[i - 1], plan_ends_[i]).
+  // GEMM plan i has the units [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
-  // Copies and sums. One unit may contain several of them: copy unit i consists of the
-  // copies [copy_ends_[i - 1], copy_ends_[i]), and likewise for sums. Units are
-  // numbered in the order: units of the plans, copy units, sum units.
+  // A unit may contain several copies or several sums. Copy unit i contains the copies
+  // [copy_ends_[i - 1], copy_ends_[i]); the same holds for sums. The units of GEMM
+  // plans have the lowest numbers, followed by copy units and sum units.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
@@ -77,31 +77,32 @@ class WorkList {
   Step step_;
 };
 
-// Returns a job for the thread pool that runs the units of `work` and owns it.
+// Returns a job for the thread pool that owns `work` and runs its units.
 std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nullptr);
 
-// Runs all units and waits for them. The calling thread must be allowed to block.
+// Runs all units of `work` and waits for them. The calling thread must be allowed to
+// block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// The GEMMs of a bulk op, which threads of the pool compute while each rank's thread
-// communicates. When a rank has communicated, it calls Wait, which may block.
+// The GEMMs of a bulk op. Threads of the pool compute them while each rank's thread
+// communicates. After its communication, a rank's thread calls Wait, which may block.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
   // If a thread has begun the work, waits for all units and ignores their exceptions.
-  // If no thread has begun it, the work is never run.
+  // Otherwise, the work is never run.
   ~ConcurrentWork();
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Queues the work. A thread of the pool begins it, unless Participate or Wait does so
-  // first.
+  // Queues the work. A thread of the pool begins the work, unless Participate or Wait
+  // begins it first.
   void Start();
   // Runs units on the calling thread, unless another thread has already begun the work.
   // Returns when no unit is left to begin.
   void Participate() noexcept;
-  // Waits for all units. Begins them if no other thread has, which happens if the
-  // system limits the number of threads. Rethrows an exception of a unit.
+  // Waits for all units. Begins the work if no other thread has begun it, which happens
+  // if the system limits the number of threads. Rethrows the exception of a unit.
   void Wait();
 
  private:
