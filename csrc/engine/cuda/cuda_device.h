@@ -16,8 +16,9 @@ struct DeviceBytes {
   int64_t size_bytes = 0;
 };
 
-// Layout of a call's workspace, which XLA allocates: scratch memory for the GEMMs of
-// each lane (stream), then the tensors in the order of their allocation.
+// Layout of a call's workspace, which XLA allocates. It begins with scratch memory for
+// the GEMMs of each lane (stream), followed by the tensors in the order of their
+// allocation.
 struct WorkspacePlan {
   static constexpr int64_t kAlignment = 256;
   static constexpr int64_t Align(int64_t bytes) {
@@ -40,10 +41,10 @@ class CudaDevice : public Device {
  public:
   bool enqueues() const override { return true; }
 
-  // Returns the dtype in which partial sums are sent. It is the dtype of x (f16 or bf16
-  // if x is FP8) if one GEMM computes the partial sum, because this rounding hardly
-  // affects the sum over the ranks. It is f32 if a sum of several GEMMs is sent, or if
-  // nothing is sent.
+  // Returns the dtype in which partial sums are sent. If a partial sum is the result of
+  // one GEMM, it is sent in the dtype of x (f16 or bf16 if x is FP8), because this
+  // rounding hardly affects the sum over the ranks. If it is the sum of several GEMMs,
+  // or if nothing is sent, the dtype is f32.
   DType PartialDType(const CallAttributes& at, const RankCall& call) const override {
     const bool is_rounded = at.num_kernels == 1 && at.num_ranks > 1;
     if (!is_rounded) return DType::kF32;
@@ -52,10 +53,10 @@ class CudaDevice : public Device {
     return call.results[0].dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
   }
 
-  // Returns the number of splits of a chunk if the call does not specify it. It is 1
-  // for gathers: smaller GEMMs are slower, which costs more time than the additional
-  // overlap saves. For reductions, it is Transformer Engine's default for its pipelined
-  // reduce-scatter.
+  // Returns the number of splits of a chunk if the call does not specify it. Gathers
+  // have one split, because smaller GEMMs are slower, which costs more time than the
+  // additional overlap saves. Reductions have four splits, as in Transformer Engine's
+  // pipelined reduce-scatter.
   int DefaultSplits(CollectiveKind collective) const override {
     return IsGather(collective) ? 1 : 4;
   }

@@ -19,9 +19,9 @@ bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
   return at.has_residual && operand == FirstResidual(at) + result;
 }
 
-// Throws UnsupportedError if a result overlaps an operand, unless the call adds the
-// operand to it. XLA's dynamic slice fusion may give an operand and a result the same
-// memory without checking whether the call supports that.
+// Throws UnsupportedError if a result overlaps an operand, unless the call adds this
+// operand to the result. XLA's dynamic slice fusion may assign the same memory to both
+// without checking whether the call supports it.
 void CheckNoOverlap(const CallAttributes& at, const RankCall& call) {
   for (size_t r = 0; r < call.results.size(); ++r) {
     const Tensor& result = call.results[r];
@@ -59,8 +59,8 @@ CudaCallSite::CudaCallSite(CallAttributes attributes)
 CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s)
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
-// Returns the size of the largest workspace that any rank needs. The sizes differ,
-// because the ranks run the same GEMMs on different lanes (streams).
+// Returns the size of the largest workspace that any rank needs. The ranks need
+// different sizes, because they run the same GEMMs on different lanes (streams).
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -96,7 +96,7 @@ void CudaEngine::ExecuteTogether(CudaCallSite& site,
   std::shared_ptr<CudaCommunicator> communicator;
   {
     std::lock_guard lock(site.mutex_);
-    // If Initialize has failed, `preparation` is null, and Execute reports the failure.
+    // `preparation` is null if Initialize has failed. Execute then reports the failure.
     const auto& preparation = site.preparations_[ordinal];
     if (preparation && preparation->device_rank.has_peers) {
       const int group = preparation->device_rank.group;
@@ -181,15 +181,15 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   } catch (const ShapeError&) {
     throw;  // the workspace is too small, on all ranks
   } catch (...) {
-    // The call is enqueued only in part, so the peers would wait for it. Therefore the
-    // communicator fails.
+    // The communicator fails, because only a part of the call is enqueued, and the
+    // peers would wait for the rest.
     binding.communicator->Poison(std::current_exception());
     throw;
   }
 }
 
-// Enqueues the call on the GPU's lanes (streams). Requires that the context is current
-// and that the caller holds Gpu::mutex(), because calls use the lanes one at a time.
+// Enqueues the call on the GPU's lanes (streams). The GPU's context must be current.
+// The caller must hold Gpu::mutex(), because only one call at a time may use the lanes.
 void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 const Preparation& preparation,
                                 const CudaCallSite::Binding& binding,
@@ -199,8 +199,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
-  // Multicast is used only if the workspace suffices, because a program that was
-  // lowered elsewhere may have a smaller workspace than is planned here. The workspace
+  // Multicast is used only if the workspace is large enough. A program that was lowered
+  // elsewhere may have a smaller workspace than this process has planned. The workspace
   // size is equal on all ranks, so all ranks choose the same algorithm.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
@@ -236,8 +236,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
     }
     device.Join();
   } catch (...) {
-    // Even after an error, XLA's stream must wait for the work that was enqueued,
-    // because it uses XLA's buffers.
+    // After an error, XLA's stream must still wait for the work that was enqueued,
+    // because this work uses XLA's buffers.
     device.Gather();
     device.Join();
     throw;
@@ -319,7 +319,8 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
       GpuOfLocked(communicator->ordinal(rank));
     }
   } catch (...) {
-    // The peers are connected, so Close would wait for them until its timeout.
+    // The communicator fails, so that Close does not wait for the connected peers until
+    // its timeout.
     communicator->Poison(std::current_exception());
     throw;
   }
@@ -328,8 +329,8 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
-  // In a forked child, the locks below may never be released, because a thread of the
-  // parent may have held them during the fork.
+  // A forked child must not take the locks below. If a thread of the parent held a lock
+  // during the fork, the lock is never released in the child.
   if (communicator->IsForkedChild()) return;
   communicator->RejectCalls();
   std::vector<Gpu*> gpus;
@@ -340,15 +341,16 @@ void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
     });
     for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
-  // Locks and unlocks each GPU once, to wait for calls that are being enqueued on it.
-  // Other calls may continue while Close waits for the peers.
+  // Locks and unlocks the mutex of each GPU, to wait for calls that are being enqueued.
+  // The mutexes are not held while Close waits for the peers, so other calls may
+  // continue.
   for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 
 void CudaEngine::ReleaseInProcess() {
-  // Declared before `lock`, so that communicators are destroyed without the lock: their
-  // destruction waits for devices.
+  // Declared before `lock`, so that the communicators are destroyed after the lock is
+  // released, because their destruction waits for devices.
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> released;
   std::lock_guard lock(mutex_);
   released.swap(in_process_);

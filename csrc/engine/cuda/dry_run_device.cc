@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Distance between the fake addresses of two tensors, larger than any tensor.
+// Distance between the fake addresses of two tensors. It is larger than any tensor.
 constexpr uint64_t kAddressStep = uint64_t{1} << 44;
 
 std::byte* Address(uint64_t area, uint64_t index) {
@@ -51,7 +51,7 @@ Tensor DryRunDevice::Allocate(DType dtype,
                               int64_t rows,
                               int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // The distances between the fake addresses of allocated tensors equal the distances
+  // The fake addresses of allocated tensors have the same distances as the addresses
   // that the tensors will have in the workspace.
   tensor.data = Address(kAllocated, 0) + plan_.tensor_bytes;
   plan_.tensor_bytes += WorkspacePlan::Align(tensor.size_bytes());

@@ -1,4 +1,4 @@
-// A device that executes nothing. Running the executor on it determines the resources
+// A device that executes nothing. The executor runs on it to determine the resources
 // that a call needs.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace jax_ub {
 
 class DryRunDevice : public CudaDevice {
  public:
-  // Receives every GEMM, in the order in which a device would enqueue it.
+  // Called for every GEMM, in the order in which a device would enqueue the GEMMs.
   using Visit = std::function<void(Lane, const GemmProblem&)>;
 
   explicit DryRunDevice(const CallAttributes& attributes, Visit visit = nullptr);
@@ -40,7 +40,7 @@ class DryRunDevice : public CudaDevice {
   WorkspacePlan plan_;
 };
 
-// A transport without effects, for dry runs and for ranks without peers.
+// A transport that does nothing, for dry runs and for ranks without peers.
 class NullTransport : public Transport {
  public:
   NullTransport(int rank, int num_ranks, int64_t slot_bytes)
@@ -48,7 +48,7 @@ class NullTransport : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
-  // Returns a fake slot address. Nothing accesses it.
+  // Returns a fake address of a slot (receive buffer). The address is never accessed.
   const std::byte* slot(int index) const override;
   void Write(int peer, int slot, const Rows& rows) override {}
   void Signal(int peer, int slot) override {}
@@ -63,26 +63,27 @@ class NullTransport : public Transport {
   const int64_t slot_bytes_;
 };
 
-// The slots and the workspace that a rank's call needs. PlanCall computes them, and
-// passes the rank's GEMMs to `visit`. Tensors without data get distinct fake addresses.
+// The slots (receive buffers) and the workspace that a rank's call needs.
 struct CallPlan {
   SlotRequirements slots;
   WorkspacePlan workspace;
 };
+// Computes the plan of a rank's call, and passes each GEMM of the rank to `visit`.
+// Tensors of `call` without data get distinct fake addresses.
 CallPlan PlanCall(const CallAttributes& attributes,
                   const RankCall& call,
                   int rank,
                   const DryRunDevice::Visit& visit = nullptr);
 
 // Returns the workspace that the call needs if ReduceByMulticast executes it instead of
-// its schedule. It is equal on all ranks.
+// its schedule. All ranks need the same workspace.
 WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const RankCall& call,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit);
 
-// Throws UnsupportedError for calls that GPUs do not support: method "direct", and
-// groups of more than kMaxRanks ranks.
+// Throws UnsupportedError if GPUs do not support the call. They do not support the
+// method "direct" and groups of more than kMaxRanks ranks.
 void CheckRunsOnCuda(const CallAttributes& attributes);
 
 }  // namespace jax_ub

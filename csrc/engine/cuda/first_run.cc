@@ -7,7 +7,7 @@ namespace jax_ub {
 
 namespace {
 
-// The interval at which a waiting thread checks whether the call has failed.
+// A waiting thread checks at this interval whether the call has failed.
 constexpr std::chrono::milliseconds kCheckInterval{1};
 
 }  // namespace

@@ -22,14 +22,14 @@ namespace jax_ub {
 // Returns whether GEMMs must not run concurrently on GPUs of compute capability
 // `major`.x. On 10.x and 11.x, many kernels of cuBLAS 12.8 to 13.1 free their tensor
 // memory more than once, which corrupts kernels on other streams. JAX's CUDA plugin
-// warns about it.
+// warns about this defect.
 bool MayCorruptConcurrentGemms(const CublasLt& library, int major);
 
 class Gpu {
  public:
-  // Loads all kernels, since loading a kernel later could deadlock with a wait kernel
-  // that is running. Loads the multicast kernels if `nvls` is set and the device
-  // supports multicast.
+  // Loads all kernels. If a kernel were loaded later, the load could deadlock with a
+  // wait kernel that is running. Loads the multicast kernels if `nvls` is set and the
+  // device supports multicast.
   Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls = false);
 
   CUcontext context() const { return context_.get(); }
@@ -45,7 +45,8 @@ class Gpu {
   int num_sms() const { return num_sms_; }
   const ComputeCapability& capability() const { return capability_; }
 
-  // Held while a call enqueues its work, because calls use the lanes one at a time.
+  // A call holds this mutex while it enqueues its work, because only one call at a time
+  // may use the lanes (streams).
   std::mutex& mutex() { return mutex_; }
   LanePool& lanes() { return loaded_->lanes; }  // guarded by mutex()
 

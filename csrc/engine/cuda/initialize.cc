@@ -15,12 +15,13 @@ namespace jax_ub {
 
 namespace {
 
-// Heaps (device memory that contains the slots) of groups within this process have
-// sizes that are multiples of this, so that calls of similar sizes can share a heap.
+// The sizes of heaps (device memory that contains the slots) of groups within this
+// process are rounded up to multiples of this size, so that calls of similar sizes can
+// share a heap.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// Returns the largest power of two, up to the largest that affects GEMM plans, of which
-// the tensor's address in bytes is a multiple.
+// Returns the alignment of the tensor's address in bytes: the largest power of two of
+// which the address is a multiple, up to the largest alignment that affects GEMM plans.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
   return static_cast<int>(
@@ -141,7 +142,7 @@ void CudaEngine::Load(CudaCallSite& site,
     if (!reason.empty()) throw UnsupportedError("jax_ub." + at.label + ": " + reason);
   }
   // Plans one GEMM. The workspace is not allocated yet, so a fake address with the same
-  // alignment stands for it.
+  // alignment is used.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(
         problem, preparation->options,
@@ -164,8 +165,9 @@ void CudaEngine::Load(CudaCallSite& site,
   site.preparations_[ordinal] = std::move(preparation);
 }
 
-// Returns the communicator for the call. Replaces a failed communicator only by a newer
-// one, and only if no captured graph contains addresses of the failed one.
+// Returns the communicator for the call. If the communicator has failed, replaces it by
+// the newest communicator of the group, unless a captured graph contains addresses of
+// the failed communicator.
 std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
                                                    const Preparation& preparation) {
   const DeviceRank& device_rank = preparation.device_rank;
@@ -174,8 +176,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
-  // A failed attempt to bind a communicator is reported once per rank. Later calls of
-  // the rank try again to bind one.
+  // A failed attempt to find a communicator is reported once per rank. The next call of
+  // a rank that has reported the failure makes a new attempt.
   const bool is_notified_first = binding.notified_ranks.insert(device_rank.rank).second;
   if (binding.rejection && is_notified_first) std::rethrow_exception(binding.rejection);
   binding.notified_ranks = {device_rank.rank};
@@ -183,8 +185,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
-      // AddressSlots throws if the communicator has too little memory for the slots of
-      // the call.
+      // Throws if the communicator has too little memory for the slots (receive
+      // buffers) of the call.
       communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -207,7 +209,8 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
       // The name identifies the call site in all processes. Without a channel, no other
-      // process runs the call site, so any unique name will do.
+      // process runs the call site. The process id and a counter then make the name
+      // unique.
       site.name_ = at.channel.empty()
                        ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
                        : at.channel;
@@ -218,9 +221,9 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   return signature;
 }
 
-// Sends the rank's signature of the call (op, shapes, dtypes) to its peers, once per
-// call site and communicator. The peers compare the n-th signatures of all ranks. If
-// this rank rejects the call, it sends a signature that makes the peers reject it, too.
+// Sends the rank's signature of the call (op, shapes, dtypes, options) to its peers,
+// once per call site and communicator. The peers compare the n-th signatures of all
+// ranks. If this rank rejects the call, the signature makes the peers reject it.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
                          const DeviceRank& device_rank,
@@ -233,16 +236,16 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // Without a communicator, all ranks of the group are in this process. Each of them
-    // finds the same error, so none needs a message from another.
+    // Without a communicator, all ranks of the group are in this process. All of them
+    // find the same error, so no rank needs a message from another rank.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!rejection) declared = communicator;
   }
   if (is_declared) {
-    // This rank has already sent a signature by which it accepts the call. A later
-    // rejection must therefore fail the communicator.
+    // This rank has already sent a signature that accepts the call. A later rejection
+    // must therefore fail the communicator.
     if (!rejection) return;
     return communicator->Poison(std::make_exception_ptr(
         CommunicatorError("CommunicatorError: jax_ub." + at.label + ": " +
@@ -270,16 +273,16 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
   const std::vector<int> ordinals = OrdinalsOf(at, devices);
   const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
   // Creating or freeing a heap waits for devices, whose work may depend on calls that
-  // are not enqueued yet. This mutex is therefore separate from `mutex_`: holding it
-  // blocks only calls that need another heap.
+  // are not enqueued yet. A separate mutex is held meanwhile instead of `mutex_`, so
+  // that only calls that need another heap are blocked.
   std::shared_ptr<CudaCommunicator> outgrown;  // freed after the locks are released
   std::lock_guard making(making_mutex_);
   {
     std::lock_guard lock(mutex_);
     const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
     if (newest && newest->slots_bytes() >= need_bytes) return newest;
-    // Each Gpu, which loads its kernels at construction, is created before any device
-    // can wait for another one.
+    // All Gpu objects, which load their kernels at construction, are created before any
+    // device can wait for another device.
     for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   }
   auto made = CudaCommunicator::Make(

@@ -12,8 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the maximum number of splits. The slots have one flag per peer, split and
-// stage.
+// Returns the maximum number of splits of the rows. The number of slots limits it,
+// because each split needs a slot per peer in each of two stages.
 int MaxSplits(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }
@@ -41,7 +41,8 @@ class MulticastReduction {
                  const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = communicated_.operand.dtype;
     // A split must begin at a multiple of kMulticastBytes, the size of a multicast
-    // access. If the size of a row is not such a multiple, all rows form one split.
+    // access. Therefore, all rows form one split if the size of a row is not a multiple
+    // of kMulticastBytes.
     const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }
@@ -55,7 +56,7 @@ class MulticastReduction {
       Barrier(0, split);
       Sum(split);
       SignalAll(1, split);
-      // The previous split is finished here, while the peers compute their sums of the
+      // The rank finishes the previous split while the peers compute their sums of the
       // current split.
       if (split > 0) Finish(split - 1);
     }
@@ -69,8 +70,8 @@ class MulticastReduction {
   }
 
   // Computes the rank's partial sums for a split (part of the rows), and stores them in
-  // its slots. Needs no wait: the previous call has waited until the peers had accessed
-  // these slots.
+  // its slots. No wait is needed, because the previous call has ended only after the
+  // peers had accessed these slots.
   Dependency ComputePartialSums(int split) {
     const RowRange rows = RowsOf(split);
     if (!has_product_) {
@@ -86,9 +87,10 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // Returns one slot (receive buffer) per peer, whose flag means that the sender has
-  // finished `stage` of this split of the rows. With `direction` 1, this rank signals
-  // slots in the peers' memory. With -1, the peers signal slots in this rank's memory.
+  // Returns one slot (receive buffer) per peer. The flag of the slot means that its
+  // sender has finished `stage` of this split of the rows. With `direction` 1, this
+  // rank signals slots in the peers' memory. With -1, the peers signal slots in this
+  // rank's memory.
   std::vector<PeerSlot> PeerSlotsOf(int stage, int split, int direction) const {
     const int num_ranks = transport_.num_ranks();
     std::vector<PeerSlot> slots;
@@ -100,9 +102,9 @@ class MulticastReduction {
     }
     return slots;
   }
-  // Waits until all peers have ended their previous call before it signals them. In
-  // that call, another rank may have used the same flags, and its late signal would
-  // overwrite the new one.
+  // Signals all peers, after they have ended their previous call. In that call, another
+  // rank may have used the same flags, and its late signal would overwrite the new
+  // signal.
   void SignalAll(int stage, int split) {
     const std::vector<PeerSlot> slots = PeerSlotsOf(stage, split, 1);
     transport_.WaitAllFree(slots, {at_.label, -1, timeout_s_});
@@ -116,8 +118,8 @@ class MulticastReduction {
     AwaitAll(stage, split);
   }
 
-  // Sums rows [begin, end) of batch elements [batch, batch + num_batches) over all
-  // ranks, by multicast.
+  // Sums `rows` of the batch elements [batch, batch + num_batches) over all ranks, by
+  // multicast.
   void SumRows(int64_t batch, int64_t num_batches, const RowRange& rows) {
     MulticastRange range;
     range.offset = partial_.At(batch, rows.begin) - partial_.data;
@@ -149,8 +151,8 @@ class MulticastReduction {
     }
   }
 
-  // Waits until all ranks have stored their sums of this split, and copies the sums
-  // from the slots to the result.
+  // Waits until all ranks have stored their sums of this split in the slots, and copies
+  // the sums from the slots to the result.
   void Finish(int split) {
     AwaitAll(1, split);
     const RowRange rows = RowsOf(split);
@@ -187,8 +189,8 @@ bool ReducesByMulticast(const CallAttributes& at,
   const Tensor& result = call.results[0];
   const DType partial =
       HasProduct(plan.collective) ? plan.partial_dtype : call.operands[0].dtype;
-  // The NVLink switch rounds sums of 16-bit numbers to 16 bits, so the result must not
-  // have a more precise dtype.
+  // The NVLink switch rounds sums of 16-bit numbers to 16 bits, so the result must have
+  // the same dtype as 16-bit partial sums.
   if (partial != DType::kF32 && partial != result.dtype) return false;
   const int64_t bytes = result.num_elements() * SizeOf(partial);
   return MaxSplits(plan, at.num_ranks) > 0 &&

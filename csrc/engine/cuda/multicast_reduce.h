@@ -1,6 +1,7 @@
-// GEMM+AR and all-reduce by multicast, used instead of a schedule. Each rank stores its
-// partial sums in its own slots (receive buffers). Then each rank sums one part of the
-// rows for all ranks, in the NVLink switch. For each split of the rows, a rank does:
+// Executes a GEMM + all-reduce, or a plain all-reduce, by NVLink multicast instead of a
+// schedule. Each rank stores its partial sums in its own slots (receive buffers). Then
+// each rank sums one part of the rows for all ranks, in the NVLink switch. For each
+// split of the rows, a rank executes:
 //
 //   GEMM               partial sums of all rows of the split, into the rank's slots
 //   signal, wait       until all peers have stored their partial sums
@@ -25,14 +26,15 @@
 namespace jax_ub {
 
 // Returns whether multicast reduces the call, provided that its slots have a multicast
-// address. All ranks get the same answer. `plan` has the slots of the call's schedule.
+// address. The result is equal on all ranks. `plan` has the slots of the call's
+// schedule.
 bool ReducesByMulticast(const CallAttributes& attributes,
                         const RankCall& call,
                         const SlotRequirements& plan);
 
-// Executes a GEMM+AR or all-reduce on one rank: computes the partial sums, reduces them
-// over all ranks by multicast and copies them to the result. `sum` reduces a range of
-// the slots (CudaSlots::SumByMulticast; in a dry run it does nothing).
+// Executes the call on one rank. Computes the partial sums, reduces them over all ranks
+// by multicast, and copies them to the result. `sum` reduces a range of the slots: it
+// is CudaSlots::SumByMulticast, or does nothing in a dry run.
 void ReduceByMulticast(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -11,8 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns bias and residual as addends of the sum over ranks. Batch elements are
-// contiguous, so their rows are one sequence.
+// Returns bias and residual as addends of the sum over ranks. An addend has no batch
+// dimension, because the rows of all batch elements are contiguous.
 std::vector<SumAddend> AddendsOf(const CallAttributes& at, const RankCall& call) {
   std::vector<SumAddend> addends;
   const auto add = [&](const Tensor& tensor) {

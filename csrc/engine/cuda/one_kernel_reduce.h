@@ -1,6 +1,7 @@
-// GEMM+AR and all-reduce of few rows, used instead of the schedule `one_shot`: after
-// the GEMM, one kernel exchanges the partial sums of all rows and adds them
-// (transport/cuda/all_reduce_params.h). The result has the same bits.
+// Executes a GEMM + all-reduce, or a plain all-reduce, of few rows by one kernel
+// instead of the schedule `one_shot`. After the GEMM, the kernel exchanges the partial
+// sums of all rows and adds them (transport/cuda/all_reduce_params.h). The result is
+// bitwise equal to that of the schedule.
 #pragma once
 
 #include "engine/call.h"
@@ -10,11 +11,11 @@
 
 namespace jax_ub {
 
-// Returns whether a single kernel reduces the call. `plan` has the call's slots.
+// Returns whether a single kernel reduces the call. `plan` has the slots of the call.
 bool ReducesInOneKernel(const CallAttributes& attributes, const SlotRequirements& plan);
 
 // Enqueues the rank's part of the call: its GEMM, if any, and the kernel that adds the
-// partial sums of all ranks. `device` has the workspace of the schedule.
+// partial sums of all ranks. `device` must have the workspace of the call's schedule.
 void ReduceInOneKernel(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -1,6 +1,6 @@
 // Enqueues a rank's call on the streams of its GPU. Functions return before the work is
-// done. All of it can be captured in a graph and replayed: epochs are counted on the
-// device, not on the host.
+// done. All work can be captured in a graph and replayed, because epochs are counted on
+// the device instead of the host.
 //
 //   XLA's stream ---begin-----------------------------------------------end--->
 //   lane 0            +--put--signal--wait--put--signal--wait---------+--+
@@ -20,7 +20,8 @@
 
 namespace jax_ub {
 
-// What StreamDevice needs to enqueue work on a GPU. All members outlive the call.
+// The objects that StreamDevice needs to enqueue work on a GPU. They must outlive the
+// call.
 struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
@@ -29,13 +30,14 @@ struct StreamResources {
 
 CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 
-// Enqueues the work of one call on the streams of a GPU. During the lifetime of the
-// object, the GPU's CUDA context is current, and no other call uses the same lanes.
+// Enqueues the work of one call on the streams of a GPU. During the lifetime of a
+// StreamDevice, the GPU's CUDA context must be current, and no other call may use the
+// same lanes.
 class StreamDevice : public CudaDevice {
  public:
-  // Enqueues work on `lanes`, after the work that XLA's stream, `stream`, already has.
-  // If `lanes` is null, the call does not communicate, and all work runs on `stream`.
-  // `workspace` must be large enough for `plan`.
+  // Enqueues work on `lanes`, after the work that is already enqueued on XLA's stream,
+  // `stream`. If `lanes` is null, the call does not communicate, and all work runs on
+  // `stream`. `workspace` must be large enough for `plan`.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
                StreamLanes* lanes,
@@ -44,7 +46,7 @@ class StreamDevice : public CudaDevice {
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
 
-  // Returns how many events a call with this workspace plan records.
+  // Returns the number of events that a call with this workspace plan records.
   static int NumEvents(const WorkspacePlan& plan, const StreamLanes& lanes) {
     return 2 + plan.num_events + lanes.num_product_lanes();
   }
@@ -54,8 +56,8 @@ class StreamDevice : public CudaDevice {
 
   // Makes the communication lane (a stream) wait for the streams of all GEMM lanes.
   void Gather();
-  // Makes XLA's stream wait for the communication lane, after Gather. Required even if
-  // enqueueing has failed: otherwise a graph capture cannot end.
+  // Makes XLA's stream wait for the communication lane. Must be called after Gather,
+  // even if enqueueing has failed, because a graph capture cannot end otherwise.
   void Join();
 
   int num_product_lanes() const override {

@@ -1,5 +1,5 @@
-// The streams of a device, one for communication and some for GEMMs, and the events
-// that order their work. Only one call at a time uses them.
+// The lanes of a device: one stream for communication, some streams for GEMMs, and the
+// events that order their work. Only one call at a time may use them.
 #pragma once
 
 #include <cuda.h>
@@ -23,8 +23,8 @@ bool IsCapturing(const Driver& driver, CUstream stream);
 
 class StreamLanes {
  public:
-  // Creates the streams in the current context. If `in_turn`, all GEMM lanes share one
-  // stream, so that GEMMs do not run concurrently.
+  // Creates the streams in the current context. If `in_turn` is true, all GEMM lanes
+  // share one stream, so that GEMMs do not run concurrently.
   StreamLanes(const Driver& driver,
               const KernelOptions& kernel_options,
               bool in_turn = false);
@@ -34,7 +34,8 @@ class StreamLanes {
     return streams_[std::min<size_t>(lane, streams_.size() - 1)].get();
   }
 
-  // Returns event number `index` of the current call. Creates it at its first use.
+  // Returns event number `index` of the current call. Creates the event at its first
+  // use.
   CUevent event(int index);
   void ReserveEvents(int count) {
     if (count > 0) event(count - 1);
@@ -47,16 +48,16 @@ class StreamLanes {
   std::vector<Event> events_;
 };
 
-// All lanes (streams) of a device, in sets for one call at a time. A stream remains
-// part of a graph capture until the capture ends, so other calls need other streams
-// until then.
+// All lanes (streams) of a device, in sets (StreamLanes). Each call uses one set. A
+// stream remains part of a graph capture until the capture ends. Until then, other
+// calls need another set.
 class LanePool {
  public:
   explicit LanePool(const Driver& driver, bool in_turn = false)
       : driver_(driver), in_turn_(in_turn) {}
 
-  // Returns streams with the requested number and priorities that are not part of a
-  // graph capture in progress. Only one call may enqueue at a time.
+  // Returns streams with the requested number and priorities. None of them is part of a
+  // graph capture in progress. Only one call at a time may enqueue work.
   StreamLanes& Find(const KernelOptions& kernel_options);
 
  private:
