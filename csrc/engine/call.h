@@ -66,8 +66,8 @@ struct CallAttributes {
   // Identifies the call site across processes. Empty if each group of ranks is within
   // one process.
   std::string channel;
-  // Number of the newest communicator of the call's groups when the call was lowered,
-  // counted from 1. 0: the call may use any communicator.
+  // The number, counted from 1, of the communicator that was the newest of the call's
+  // groups when the call was lowered. With 0, the call may use any communicator.
   int generation = 0;
 
   int num_kernels = 1;  // number of kernels, (x, w) pairs or outputs of the op
@@ -167,7 +167,8 @@ std::string DescribeCall(const CallAttributes& attributes, const RankCall& call)
 // Returns what each FP8 scale applies to: "tensor", "row" or "block". Returns "" if the
 // call has no scales.
 std::string_view ScaledUnitOf(const CallAttributes& attributes, const RankCall& call);
-// Returns the result of ScaledUnitOf for the call that DescribeCall has described.
+// Parses the unit that ScaledUnitOf returns from `description`, the text that
+// DescribeCall returns for a call.
 std::string_view ScaledUnitIn(std::string_view description);
 // Returns the options that differ from their defaults as text, such as ", use_ce 0,
 // num_sm 4". Returns an empty string if all options have their defaults.

@@ -19,8 +19,8 @@ namespace jax_ub {
 // `local`. If all ranks are in this process, both members have the calls of all ranks.
 // Otherwise, `local` has only the calls of this process's ranks.
 struct RankCalls {
-  // Indexed by rank. The call of a rank in another process has only the operands that
-  // are communicated.
+  // `all` is indexed by rank. The calls of ranks in other processes have only the
+  // operands that are communicated.
   const std::vector<RankCall>& all;
   const std::vector<RankCall>& local;
   // local_ranks[i] is the rank of local[i], in ascending order. Null: `local` has all

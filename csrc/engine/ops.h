@@ -79,7 +79,7 @@ struct OpInfo {
   }
 };
 
-// The table of ops. Its index is the value of Op.
+// The rows of the table of ops, indexed by the value of Op.
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",

@@ -17,16 +17,16 @@ struct StridedPointer {
   int64_t inner_stride = 0;
 };
 
-// Returns a view of a tensor from row `row` of a batch element on. Its outer dimension
-// is the rows, its inner dimension the features. Used for results, and for x in y = x
-// w, which contracts the features.
+// Returns a view of a tensor that begins at row `row` of a batch element. Its outer
+// dimension is the rows, and its inner dimension is the features. Used for results, and
+// for x in y = x w, which contracts the features.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// Returns a view of a tensor from row `row` of a batch element on. Its outer dimension
-// is the features, its inner dimension the rows. Used for x and dy in dw = x^T dy,
-// which contracts the rows (tokens).
+// Returns a view of a tensor that begins at row `row` of a batch element. Its outer
+// dimension is the features, and its inner dimension is the rows. Used for x and dy in
+// dw = x^T dy, which contracts the rows (tokens).
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }

@@ -133,7 +133,7 @@ struct TraceContext {
   TraceContext OfRank(int which) const {
     return {tracer, generation, call, static_cast<int16_t>(which)};
   }
-  // Records a span that began at `begin_ns` and ends at the time of the call. Does
+  // Records a span that began at `begin_ns` and ends when this function is called. Does
   // nothing if `begin_ns` is 0, which TraceNow returns while tracing is disabled.
   void Since(int64_t begin_ns, TraceKind kind) const;
 };
