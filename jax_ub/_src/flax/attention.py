@@ -41,7 +41,7 @@ _LAYOUT_OPTIONS = ("axis_name", "mesh", "data_axes", "sequence_parallel", "metho
 def project_qkv(
     layers: Sequence[Any], inputs: Sequence[Any], rotary_base: float | None
 ) -> tuple[jax.Array, ...]:
-    """Computes q, k and v; layers with the same input share one all-gather + GEMM.
+    """Computes queries, keys and values; layers with equal inputs share an all-gather.
 
     An input of None is the same as the previous one.
     """
@@ -83,7 +83,7 @@ def residual_blocks(
 
 
 def check_dropout_stream(op: str, rngs: Any, **rates: float) -> None:
-    """Raises an error if dropout is enabled, but `rngs` has no stream for it."""
+    """Raises an error if dropout is enabled, but `rngs` has no stream "dropout"."""
     for name, rate in rates.items():
         checks.check_rate(op, name, rate)
         if rate > 0 and not hasattr(rngs, "dropout"):
@@ -94,7 +94,7 @@ def check_dropout_stream(op: str, rngs: Any, **rates: float) -> None:
 
 
 class _CoreOption:
-    """An option of `CoreAttention`, as an attribute of the layer that contains it."""
+    """Descriptor that makes an option of `layer.core` an attribute of the layer."""
 
     def __set_name__(self, owner, name):
         self._name = name
@@ -170,7 +170,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the q, k, v and output projections and, if enabled, q and k norms.
+        """Creates the query, key, value and output projections, and optional norms.
 
         Args:
             num_heads: the global number of query heads.
@@ -264,7 +264,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes attention and the output projection, plus an optional residual.
+        """Computes attention and its output projection, and adds an optional residual.
 
         Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 
@@ -463,7 +463,7 @@ class TransformerLayer(FixedArguments, nnx.Module):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes attention and MLP, each added to its input as a residual.
+        """Computes attention and the MLP, and adds the input of each to its result.
 
         Maps `[..., tokens, hidden_size]` to the same shape.
 
@@ -487,7 +487,7 @@ class TransformerLayer(FixedArguments, nnx.Module):
         return residual_blocks(inputs, attend, self.mlp, self._drop(deterministic))
 
     def _drop(self, deterministic):
-        """Returns a function that applies `hidden_dropout`; None if it is disabled."""
+        """Returns the dropout function for hidden states, or None if it is disabled."""
         op, module = "TransformerLayer", self.dropout
         if module is None:
             return None

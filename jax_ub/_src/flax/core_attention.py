@@ -24,7 +24,7 @@ from jax_ub._src.sharding.specs import batch_axes, free_axes, nontrivial_axes, r
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Computes attention of queries, keys and values with heads sharded over the ranks.
+    """Computes multi-head attention, with the heads sharded over the ranks.
 
     Each rank computes its heads and sequences, without communication. Global arrays are
     sharded by a `jax.shard_map`; inside the caller's, the arguments are shards.
@@ -53,7 +53,7 @@ class CoreAttention:
             )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
-        """Raises an error if the number of ranks does not divide the numbers of heads.
+        """Raises an error unless query and key heads divide evenly among the ranks.
 
         Does nothing if the mesh is unknown.
         """
@@ -171,8 +171,9 @@ def _on_mesh(core, mesh, *operands):
         _broadcast_spec(positions, (*lead, None)),
         P(),
     )
-    # The mesh axes whose ranks have different sequences or heads. `varying_axes(q)` has
-    # the manual axes of the caller's shard_map over which q varies.
+    # The mesh axes along which the ranks have different sequences or heads, and
+    # therefore draw different dropout masks. `varying_axes(q)` has the manual axes of
+    # the caller's shard_map over which q varies.
     head_axes = () if layout.parallel is None else layout.axes
     axes = {*varying_axes(q), *nontrivial_axes(mesh, data_axes), *head_axes}
     attend = functools.partial(core.attend, axes)
@@ -183,7 +184,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _broadcast_spec(array, entries):
-    """Returns a `PartitionSpec` of `entries`; dimensions of size 1 are not sharded."""
+    """Makes a `PartitionSpec` of `entries`, but does not shard dimensions of size 1."""
     if array is None:
         return P()
     sizes = zip(array.shape, entries, strict=True)
@@ -191,7 +192,7 @@ def _broadcast_spec(array, entries):
 
 
 def _broadcastable(name, array, whole):
-    """Prepends dimensions of size 1 to an array that broadcasts to shape `whole`."""
+    """Checks that an array broadcasts to the shape `whole`; adds missing dimensions."""
     checks.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)
@@ -233,25 +234,25 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Derives a PRNG key that differs between the ranks of `axes` from a shared key."""
+    """Derives a different PRNG key for each rank along `axes` from one shared key."""
     for axis_name in sorted(axes):
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     return key
 
 
 def dropout(y: jax.Array, rate: float, key: jax.Array, layout: Any) -> jax.Array:
-    """Applies dropout to tokens `[..., tokens, features]`, with a mask for each shard.
+    """Applies dropout to `[..., tokens, features]`, with a different mask per shard.
 
     `key` is the same on every rank. `layout.axis_name` shards tokens if
     `layout.sequence_parallel`; it is a `ShardingLayout` or a linen module.
     """
-    # Without sequence parallelism, all ranks on this axis have the same tokens and must
-    # draw the same mask, even if the type of y varies over the axis.
+    # Without sequence parallelism, all tensor-parallel ranks have the same tokens. They
+    # must draw the same mask, even if the type of y varies over their axis.
     replicated_axes = () if layout.sequence_parallel else axis_tuple(layout.axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
-    # The mask is drawn here because Flax's layers cannot be used: nnx.tabulate cannot
-    # run modules that are created during a call, which excludes nnx.Dropout, and
-    # nn.Dropout does not support arrays on an explicit mesh.
+    # Flax's dropout layers cannot be used here. An nnx.Dropout would be created during
+    # a call, and nnx.tabulate cannot run modules that are created during a call.
+    # nn.Dropout does not support arrays on a mesh with explicit axes.
     keep_rate = 1.0 - rate
     sharding = jax.typeof(y).sharding
     mask = jax.random.bernoulli(key, keep_rate, y.shape, out_sharding=sharding)

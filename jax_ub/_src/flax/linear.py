@@ -46,7 +46,7 @@ class MainGrad(nnx.Variable):
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
-    """Replaces each kernel's gradient by its accumulated gradient, for an optimizer.
+    """Replaces the gradient of each kernel by the accumulated `main_grad`.
 
     Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
 
@@ -271,8 +271,8 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
 
         def parameter(name, init, metadata, spec, *sizes):
-            # The kernel is initialized as a matrix, as in LinearGeneral, so that its
-            # values depend only on the total numbers of input and output features.
+            # The kernel is initialized as a matrix, as in nnx.LinearGeneral, so that
+            # its values depend only on the total numbers of input and output features.
             flat = tuple(map(math.prod, sizes))
             values = init(rngs.params(), flat, param_dtype)
             values, metadata = _unboxed(values, metadata)
@@ -358,8 +358,9 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         """
         ins, outs = as_sizes(self.in_features), as_sizes(self.out_features)
         kernel, layout = self.kernel, self.sharding_layout
-        # If layers are stacked, for example by nnx.vmap, the metadata's spec may have
-        # more leading entries than the kernel has dimensions.
+        # Layers may be stacked, for example by nnx.vmap. The spec in the metadata then
+        # has leading entries for the stacked dimensions, which the kernel of one layer
+        # lacks. Only the last entries are used.
         spec: Any = nnx.get_partition_spec(kernel)
         if isinstance(spec, nnx.Variable):  # not if the kernel was set to an array
             spec = spec.get_value()
@@ -373,7 +374,7 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
 
 
 def parameter_value(parameter: Any) -> Any:
-    """Returns the array of a parameter that is an nnx variable or was set to an array.
+    """Returns the array of a parameter, which is an nnx variable or an array itself.
 
     Flax gives an array, but no `ScaledArray`, by indexing.
     """
@@ -436,7 +437,7 @@ def apply_with_residual(
 
 
 def _is_linear(layer: Any) -> bool:
-    """Returns whether a call of `layer` is a call of `Linear`, nnx's or linen's.
+    """Returns whether `layer` is a `Linear` of jax_ub, or inherits its `__call__`.
 
     The inner layers of nnx modules may be replaced by other modules, also by subclasses
     of `Linear` that compute something else. Linen modules create their layers.
@@ -445,7 +446,7 @@ def _is_linear(layer: Any) -> bool:
 
 
 def _unboxed(values, metadata):
-    """Separates initial values from the metadata that `nnx.with_metadata` adds."""
+    """Separates initial values from metadata that `nnx.with_metadata` has attached."""
     if not isinstance(values, nnx.VariableMetadata):
         return values, metadata
     hooks = {k: v for k, v in vars(values).items() if k.startswith("on_") and v}

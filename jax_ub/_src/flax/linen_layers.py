@@ -156,7 +156,7 @@ class MultiHeadAttention(TensorParallel):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes attention and the output projection, plus an optional residual.
+        """Computes attention and its output projection, and adds an optional residual.
 
         Maps `[..., tokens, in]` to `[..., tokens, out_features]`.
 
@@ -250,7 +250,7 @@ class TransformerLayer(TensorParallel):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes attention and MLP, each added to its input as a residual.
+        """Computes attention and the MLP, and adds the input of each to its result.
 
         Maps `[..., tokens, hidden_size]` to the same shape.
 

@@ -86,7 +86,7 @@ class TensorParallel(arguments.KeywordsChecked, PickledMeshes, nn.Module, kw_onl
 
     @nn.nowrap
     def checked_options(self) -> LinearOptions:
-        """Returns `linear_options`, after checking its `ub_*` overlap flags."""
+        """Checks the `ub_*` overlap flags, and returns all `linear_options`."""
         options = self.linear_options()
         check_flags(type(self).__name__, options)
         return options
@@ -102,7 +102,7 @@ class TensorParallel(arguments.KeywordsChecked, PickledMeshes, nn.Module, kw_onl
 
     @nn.nowrap
     def is_deterministic(self, deterministic: bool | None, *rates: float) -> bool:
-        """Returns whether dropout is disabled, by the argument or the attribute.
+        """Returns whether the argument or the module's attribute disables dropout.
 
         If all `rates` of dropout are 0, and for initialization, neither is needed.
         """
@@ -219,7 +219,7 @@ class Linear(TensorParallel):
     def parameters(
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
-        """Declares the layer's variables; returns kernel, bias, main_grad, FP8 state.
+        """Declares and returns the layer's kernel, bias, main_grad and FP8 state.
 
         Bias, main_grad and state are None if they are disabled.
         """
@@ -280,8 +280,8 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
         # jax.tree.leaves takes the array out of its metadata. nn.meta.unbox would also
-        # apply the kernel's sharding, which fits `shape`, to values that still have the
-        # shape `flat`.
+        # shard it, but the kernel's sharding is for `shape`, and the array still has
+        # the shape `flat`.
         leaves = jax.tree.leaves(values)
         checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
         # jax.tree.map reshapes the array inside an nn.Partitioned, so its metadata is

@@ -32,7 +32,7 @@ def mlp(
     normalized: jax.Array,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """Computes an MLP from the layers (fc1, gate, fc2); gate is None if not gated."""
+    """Computes an MLP with `layers` (fc1, gate, fc2). Without gating, gate is None."""
     fc1, gate, fc2 = layers
 
     def hidden(product, up=None):
@@ -63,7 +63,7 @@ def normalize(
 
 
 def apply_norm(norm: Any, x: jax.Array) -> jax.Array:
-    """Applies an nnx norm, which the backward pass recomputes instead of saving it.
+    """Applies an nnx norm; the backward pass recomputes its result to save memory.
 
     The forward pass of a norm of Flax then saves x, and no f32 array between x and the
     result. Norms of other classes are applied as they are.

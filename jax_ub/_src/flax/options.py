@@ -53,7 +53,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 class FixedArguments(arguments.FixedArguments):
-    """Base class of nnx layers, whose constructors also take `LinearOptions`."""
+    """Base class of nnx layers with constructor arguments that cannot be reassigned."""
 
     _unpacked = frozenset(LinearOptions.__annotations__)
 
@@ -81,7 +81,7 @@ def check_flags(op: str, options: LinearOptions) -> None:
 
 
 def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
-    """Raises an error if a layer's bias is FP8, or its kernel and there is no recipe.
+    """Raises an error if the bias is FP8, or if the kernel is FP8 without a recipe.
 
     With a recipe, the kernel may come from `quantize_params`. It then has one scale per
     tensor, because scales of rows or blocks would be sharded.
@@ -106,7 +106,7 @@ def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> Non
 def promoted(
     layout: ShardingLayout, promote_dtype: Callable[..., Any], x: Any, kernel, bias
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Returns `promote_dtype(x, kernel, bias)`, after checks of the arrays.
+    """Casts x, kernel and bias by `promote_dtype`, and checks arguments and results.
 
     An FP8 kernel keeps its values, and its source is cast.
     """
@@ -137,7 +137,7 @@ def promoted(
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns the name of a linear layer's overlaps in `initialize_ub`, or None.
+    """Returns the name by which `initialize_ub` configures the layer, or None.
 
     Without sequence parallelism there is none, because an all-reduce has no named
     overlap.
@@ -174,14 +174,14 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 
 
 def is_named_activation(activation: Callable[[jax.Array], jax.Array]) -> bool:
-    """Returns whether Transformer Engine has a name for an activation function."""
+    """Returns whether a function is one of Transformer Engine's named activations."""
     return any(activation is function for function, _ in ACTIVATIONS.values())
 
 
 def resolve_activation(
     op: str, activation: str | Callable[[jax.Array], jax.Array]
 ) -> tuple[Callable[[jax.Array], jax.Array], bool]:
-    """Returns (function, is_gated) for an MLP's activation: a name or a function."""
+    """Returns (function, is_gated) for an activation, given as a name or function."""
     if callable(activation):
         return activation, False
     _check_known(op, "activation", activation, ACTIVATIONS, " Or pass a function.")
@@ -198,8 +198,8 @@ def _check_known(
         )
 
 
-# Normalization layers. The argument `library` is `flax.nnx` or `flax.linen`, which use
-# the same names.
+# Normalization layers. The functions below take `flax.nnx` or `flax.linen` as
+# `library`; both use the same names for norms.
 
 
 def make_norm(
@@ -220,7 +220,7 @@ def make_norm(
 
 @functools.cache
 def _norm_class(library, name):
-    """Returns a norm class of Flax; linen's is recomputed in the backward pass."""
+    """Returns a norm class of Flax. For linen, `nn.remat` wraps it to save memory."""
     norm = getattr(library, name)
     return nn.remat(norm) if library is nn else norm
 
@@ -314,7 +314,7 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
 def check_attention_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Raises an error if an attention layer's features do not split into its heads.
+    """Raises an error if an attention layer's features do not divide into its heads.
 
     The heads must divide the features, and the key heads the query heads. Rotary
     embeddings need an even number of features per head.
@@ -351,7 +351,7 @@ def check_rotary_base(op: str, rotary_base: float | None) -> None:
 
 
 def _check_heads(op: str, **numbers: int) -> None:
-    """Raises an error unless the number of key heads divides that of query heads."""
+    """Raises an error unless all key heads serve equally many query heads."""
     (name, num_heads), (kv_name, num_kv_heads) = numbers.items()
     if num_heads % num_kv_heads:
         raise ShapeContractError(
@@ -367,7 +367,7 @@ def check_transformer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """Raises an error if a transformer layer's features do not split into its heads.
+    """Raises an error if a transformer layer's features do not divide into its heads.
 
     The heads must divide `hidden_size`, unless `kv_channels` is the size of a head, and
     the key heads (`num_gqa_groups`) must divide the query heads.
