@@ -195,9 +195,9 @@ class MakeExtraOutput(BasicOperation):
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        # In a fused operation, dy may still be a partial sum over the ranks, whereas
-        # `d_extra` is complete (`is_partial_sum`). `to_cotangent_aval` then sums dy
-        # over the ranks.
+        # Inside a fused operation, dy may be a partial sum over the ranks, while
+        # `d_extra` is complete (see `is_partial_sum`). `to_cotangent_aval` then sums dy
+        # over the ranks before the addition.
         dy = to_cotangent_aval(cotangent_aval(d_extra), dy)
         return d_extra + dy, {}, ()
 
@@ -214,7 +214,7 @@ def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reshape(BasicOperation):
-    """An operation that reshapes x to `shape`, or inside `shard_map` this rank's shard.
+    """An operation that changes the shape of its input, as `jnp.reshape` does.
 
     Inside `jax.shard_map`, `shape` is the shape of this rank's shard.
 
@@ -402,7 +402,7 @@ class ReduceScatter(Collective):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllReduce(Collective):
-    """An operation that sums x over the ranks in f32, and rounds once (all-reduce).
+    """An operation that all-reduces x: sums it over the ranks in f32 and rounds once.
 
     The backward is the identity if dy is the complete gradient of y on every rank. It
     is an all-reduce if dy is partial, the gradient of this rank's use of y only:

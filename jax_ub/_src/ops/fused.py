@@ -57,7 +57,7 @@ def _in_place_mismatch(name, op, wanted):
 
 
 class _LinearPattern(FusedPattern):
-    """Base class of fused operations with a linear, which a collective may overlap.
+    """Base class of fused operations whose linear may overlap with a collective.
 
     If a collective overlaps the GEMM of the linear, the field `linear` is a
     `UserbuffersLinear`. `basic_ops` has the operations that this one replaces.
@@ -71,7 +71,7 @@ class _LinearPattern(FusedPattern):
         return isinstance(self.linear, UserbuffersLinear)
 
     def _operations_from_keywords(self):
-        """Returns {field: operation}, replacing a row-parallel linear that overlaps.
+        """Returns {field: operation}, with a fused operation for an overlapped linear.
 
         A row-parallel `BasicLinear` with `userbuffers_options`, on several ranks, is
         replaced by the fused operation that overlaps its GEMM with its collective.
@@ -84,7 +84,7 @@ class _LinearPattern(FusedPattern):
 
 
 class _ForwardLinear(_LinearPattern, ForwardPattern):
-    """Base class of linears whose GEMM also scales, or adds a bias and a residual."""
+    """Base class of fused linears whose GEMM also applies a scale, bias or residual."""
 
     @classmethod
     def mismatch(cls, linear, add=None, **others):
@@ -182,7 +182,7 @@ class ForwardLinearBiasActivation(_ForwardLinear):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearScaleAdd(_ForwardLinear):
-    """Computes `scale * x @ kernel + residual` in one GEMM, in the residual's buffer.
+    """Computes `scale * x @ kernel + residual` in one GEMM, overwriting the residual.
 
     Replaces the forward of `BasicLinear`, `ConstantScale` and
     `AddExtraInput(in_place=True)`, whose extra input is the residual.
@@ -240,7 +240,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
         return _in_place_mismatch("backward_add", backward_add, wanted=True)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dw, and dx plus the gradient of the extra output, in one GEMM each.
+        """Computes dw in one GEMM, and the sum of dx and `d_extra` in another GEMM.
 
         The basic operations run separately if the sum needs a reduction first, or if
         the linear needs no gradient.
@@ -331,7 +331,7 @@ class BackwardActivationBias(BackwardPattern):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardAddRMSNorm(BackwardPattern):
-    """Computes dx of `RMSNorm` plus another gradient of x in one pass, rounded once.
+    """Computes the sum of `RMSNorm`'s dx and another gradient of x in one pass.
 
     The other gradient belongs to the extra output of `MakeExtraOutput`. The sum is
     computed in f32. This saves a separate pass for the sum, and the rounding before it.

@@ -67,7 +67,7 @@ class FusedOperation(Operation):
 
     @classmethod
     def unfused_reasons(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns {index: why an operation that resembles the pattern is not fused}.
+        """Returns by index why operations that resemble the pattern are not fused.
 
         `explain()` reports the reasons. Their keys are indices into `ops`, the argument
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there
@@ -195,7 +195,7 @@ def expand(ops: Sequence[Operation]) -> tuple[BasicOperation, ...]:
 
 
 def without_composites(ops: Sequence[Operation]) -> list[Op]:
-    """Replaces composites, such as a `Linear`, by their operations."""
+    """Replaces composites, such as a `Linear`, by the operations that they contain."""
     return [
         entry
         for op in ops
@@ -204,7 +204,7 @@ def without_composites(ops: Sequence[Operation]) -> list[Op]:
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns (slice of `expand(ops)`, operation) for each operation of a list."""
+    """Returns each operation as (slice of `expand(ops)` that it covers, operation)."""
     found: list[tuple[slice, AnyOp]] = []
     start = 0
     for op in ops:
@@ -240,11 +240,11 @@ class FusedPattern(FusedOperation):
     basic_ops: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
-        """Sets `basic_ops` from the other fields, or the fields from `basic_ops`."""
+        """Sets `basic_ops` from the pattern's fields, or these from `basic_ops`."""
         given = [getattr(self, field.name) for field in self._parts()]
         basic_ops = expand([op for op in given if isinstance(op, Operation)])
-        # `dataclasses.replace` passes both the fields and `basic_ops`, with equal
-        # operations.
+        # `dataclasses.replace` passes `basic_ops` as well as the fields. This is not an
+        # error if both have equal operations.
         is_replaced = isinstance(self.basic_ops, tuple) and self.basic_ops == basic_ops
         if self.basic_ops is None or is_replaced:
             found = self._operations_from_keywords()

@@ -46,8 +46,8 @@ from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.primitives import vma
 from jax_ub._src.runtime import registry
 
-# The registered fusions, in the order in which they run, which is Transformer Engine's.
-# A later fusion cannot fuse an operation that an earlier one has fused.
+# The registered fusions of each pass, in Transformer Engine's order. They run in this
+# order, and a fusion cannot fuse operations that an earlier one has fused.
 _FUSIONS: dict[str, list[Fusion]] = {
     "joint": [],
     "forward": [
@@ -64,7 +64,7 @@ _FUSIONS: dict[str, list[Fusion]] = {
         BackwardAddRMSNorm.fuse_backward_ops,
     ],
 }
-# The (pass, fusion) pairs that an active `without_fusions` disables.
+# The (pass, fusion) pairs that are disabled inside a block `with without_fusions()`.
 _DISABLED: list[tuple[str, Fusion]] = []
 
 
@@ -135,7 +135,7 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the enabled fusions of a pass, "forward", "backward" or "joint" (both).
+    """Returns the enabled fusions for "forward", "backward" or "joint" (both passes).
 
     The fuser tries them in this order.
     """
@@ -281,7 +281,7 @@ class OperationFuser(arguments.KeywordsChecked):
 
     @property
     def backward_ops(self) -> list[Op]:
-        """Returns the basic and fused operations of the backward, in forward order."""
+        """Returns the backward's basic and fused operations, in forward order."""
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
@@ -298,7 +298,7 @@ class OperationFuser(arguments.KeywordsChecked):
     def fusion_steps(
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Applies the fusions in turn; yields (fusion, ops before it, ops after it)."""
+        """Applies each fusion in turn, and yields (fusion, old list, new list)."""
         _check_direction("OperationFuser", "direction", direction)
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
@@ -433,7 +433,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return (x, *public) if public else x
 
     def _split(self, params) -> list[dict[str, jax.Array]]:
-        """Splits `params` into a dict per basic operation; checks the array names."""
+        """Returns `params` as one checked dict of arrays for each basic operation."""
         split = [dict(each) for each in split_each("OperationFuser", self.ops, params)]
         for i, (op, own) in enumerate(zip(expand(self.ops), split, strict=True)):
             if set(own) != set(op.specs()):
@@ -445,7 +445,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return split
 
     def _keys(self, key, deterministic) -> dict[int, jax.Array]:
-        """Returns a PRNG key for each operation that draws numbers, by its index."""
+        """Returns {index: PRNG key} for the operations that draw random numbers."""
         ops = () if deterministic else self.basic_ops
         drawing = [i for i, op in enumerate(ops) if op.takes_key]
         if drawing and key is None:

@@ -34,8 +34,8 @@ from jax_ub._src.scaled_array import (
 
 Needs = tuple[RequestedGradients, ...]
 Saves = tuple[frozenset[str], ...]
-# Advice for the error that the backward pass does not find an axis. The forward pass
-# has found it, so it is an axis of `jax.vmap`.
+# Advice for the error that an axis is not in scope in the backward pass. The axis was
+# in scope in the forward pass, so it is the `axis_name` of a `jax.vmap`.
 _OUTSIDE_VMAP = (
     " JAX differentiates a jax.vmap outside of its axis. Differentiate inside the "
     "jax.vmap instead: jax.vmap(jax.grad(f), axis_name=...)."
@@ -44,7 +44,7 @@ _OUTSIDE_VMAP = (
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """How extra outputs (arrays besides y) are connected to extra inputs (besides x).
+    """The connections from extra outputs (arrays besides y) to later extra inputs.
 
     An *edge* is the number of an extra tensor: an extra input from outside of a list of
     operations, or an extra output of an operation.
@@ -61,7 +61,7 @@ class ExtraTensorEdges:
 
     @property
     def from_outside(self) -> tuple[int, ...]:
-        """Returns the extra inputs from outside of the list, in order."""
+        """Returns the edges of the extra inputs from outside of the list, in order."""
         produced = set(itertools.chain(*self.outputs))
         read = dict.fromkeys(itertools.chain(*self.inputs))
         return tuple(edge for edge in read if edge not in produced)
@@ -143,11 +143,11 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # No forward pass of this group computes the residual: it is inside a
-                # fused operation, or the FP8 state of a kernel that the caller has
-                # quantized. So there is no value whose batch axes of jax.vmap the
-                # placeholder must have, as `residual_or_placeholder` requires of the
-                # placeholder for a computed residual.
+                # No forward pass of this group computes the residual. It belongs to an
+                # operation inside a fused operation, or it is the FP8 state of a kernel
+                # that the caller has quantized. A placeholder for a computed residual
+                # has the batch axes of its value under jax.vmap
+                # (`residual_or_placeholder`), but here there is no value.
                 return placeholder()
             value = values[name]
             # A quantized x already has this checkpoint name. With a second name, a
@@ -180,8 +180,9 @@ class OperationGroup:
         _, edges, (_, xs) = jax.eval_shape(
             lambda operands: _run_operations(None, group, operands, nothing), operands
         )
-        # Residuals that are not saved are replaced by empty arrays, so that the tree
-        # structure of the saved values does not depend on the requested gradients.
+        # The types are saved as residuals. A type that no gradient needs is replaced by
+        # an empty array, so that the tree structure of the residuals does not depend on
+        # which gradients are requested.
         x_avals = tuple(
             cotangent_aval(x) if need.x else placeholder()
             for need, x in zip(needs, xs, strict=True)
@@ -197,7 +198,7 @@ class OperationGroup:
     def naming_errors(
         self, window: slice, op: FusedOperation, if_not_manual: str = ""
     ) -> Iterator[None]:
-        """Adds the index and the names of the operations to errors in the context.
+        """Adds the operations' index and names to errors raised in the context.
 
         `if_not_manual` is appended to an error about an axis that is not in scope.
         """
@@ -248,9 +249,9 @@ def _group_fwd(configuration, group, operands, saves):
         if "main_grad" not in params:
             check_sources(op.label, **params)
     values = jax.tree.map(lambda operand: operand.value, operands)
-    # These types are residuals, too. Their tree must not depend on which gradients are
-    # requested (see `residual_or_placeholder`), so an operand without a gradient has a
-    # placeholder instead of None.
+    # These types are saved as residuals. The tree structure of the residuals must not
+    # depend on which gradients are requested (see `residual_or_placeholder`), so an
+    # operand without a gradient has a placeholder instead of None.
     avals = jax.tree.map(
         lambda operand: (
             cotangent_aval(operand.value) if operand.perturbed else placeholder()
@@ -283,8 +284,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
         # If no gradient is needed, or all gradients of the results are zero, the base
-        # class's `backward` computes nothing. It returns None for each gradient, and
-        # the unchanged value of an accumulator such as "main_grad".
+        # class's `backward` runs instead of the operation's. It computes nothing, and
+        # returns None for each gradient and the unchanged value of an accumulator such
+        # as "main_grad".
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op, _OUTSIDE_VMAP):
@@ -322,7 +324,7 @@ def _is_none(leaf):
 
 
 def _cotangent(aval, gradient):
-    """Returns the cotangent of a parameter; if it is FP8, that of its source."""
+    """Returns a parameter's cotangent, as a `ScaledArray` if the parameter is FP8."""
     return cotangent_of_scaled(gradient) if is_scaled(aval) else gradient
 
 
@@ -352,7 +354,7 @@ def cotangent_aval(value) -> jax.Array:
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
-    """Casts a gradient to the dtype and the mesh axes of its operand, `aval`.
+    """Casts a gradient to the dtype and the varying mesh axes of its operand.
 
     `aval` is the operand's `cotangent_aval`. The result is None if either is None.
     If the gradient varies over more mesh axes than the operand, the operand was cast to

@@ -206,7 +206,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns the parameter whose cotangent contains the kernel's gradient."""
+        """Returns the parameter that has the kernel's gradient in its cotangent."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
@@ -267,9 +267,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
                 config.label, params["main_grad"], axes
             )
         saved = quantized(config, residuals, params)
-        # The GEMM reads copies of the saved arrays, because `jax.checkpoint` reduces
-        # the precision of a saved FP8 array that another call also reads
-        # (`not_reduced`).
+        # The GEMM reads copies of the saved arrays (see `not_reduced`). If it read a
+        # saved FP8 array itself, `jax.checkpoint` would reduce the precision of the
+        # array.
         return *not_reduced((saved["x"], saved["kernel"])), saved
 
     def forward(
@@ -284,7 +284,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         scale: float = 1.0,
         out_dtype: DTypeLike | None = None,
     ):
-        """Computes `scale * x @ kernel + bias + residual`, then the collective.
+        """Computes `scale * x @ kernel + bias + residual`, and runs the collective.
 
         A column-parallel layer first all-gathers x, then runs the GEMM; a row-parallel
         layer sums the products over the ranks after the GEMM. Bias and residual are
@@ -320,7 +320,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         residual: jax.Array | None = None,
         scale: float = 1.0,
     ):
-        """Computes the gradients of x and kernel, without overlap of collectives.
+        """Computes the gradients of x and kernel, without overlapping collectives.
 
         Fused operations pass the keyword arguments. `residual`, of the shape of x, is
         added to dx; the sum has its dtype. If dx is not reduced over the ranks, the sum
@@ -328,9 +328,10 @@ class BasicLinear(_LinearOptions, BasicOperation):
         both products.
         """
         config = self.call_config(gradient_dtype(residuals, dy))
-        # Without sequence parallelism, dx is summed over the ranks only if x has a
-        # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
-        # cotangents then add up to the gradient.
+        # Without sequence parallelism, each rank of a column-parallel layer computes a
+        # partial sum of dx. If x has a replicated type, the partial sums are added over
+        # the ranks. Otherwise JAX's convention applies: the gradient is the sum of the
+        # ranks' cotangents, so dx stays partial.
         config = dataclasses.replace(
             config,
             overlap=False,

@@ -109,8 +109,8 @@ class Normalization(BasicOperation):
         if not needs.x:
             return None, d_params, ()
         d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
-        # The statistics that normalize x are means over the features, so their
-        # contributions to dx are means over the features too.
+        # The mean and "rstd" of a token depend on all of its features. Their
+        # derivatives therefore add means over the features to dx.
         along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
         dx = d_normalized - normalized * along
         if "mean" in residuals:
@@ -143,7 +143,7 @@ class RMSNorm(Normalization):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerNorm(Normalization):
-    """Layer normalization: subtracts the features' mean and divides by their std.
+    """Layer normalization: normalizes each token's features to mean 0 and variance 1.
 
     Transformer Engine: `te.ops.LayerNorm`.
 

@@ -29,8 +29,9 @@ from jax_ub._src.scaled_array import is_scaled, source_of
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
-# The extra inputs or outputs of one operation: arrays that it reads or returns besides
-# the activation. Also used for their gradients; None is a gradient known to be zero.
+# The extra inputs or extra outputs of one operation, which are arrays besides the
+# activation. The type is also used for their gradients, where None is a gradient that
+# is known to be zero.
 Extras = tuple[jax.Array | None, ...]
 
 
@@ -49,7 +50,7 @@ class OutputChannel:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """Which gradients the backward of a basic operation must compute.
+    """The gradients that the backward of a basic operation must compute.
 
     `x` is whether it computes the gradient of the activation, `params` are the names of
     the parameters whose gradients it computes, and `extra_inputs` has one flag for each
@@ -73,9 +74,9 @@ class Operation(arguments.KeywordsChecked):
     _op_prefix = "ops."
 
     if TYPE_CHECKING:
-        # Declared only for type checkers. At run time, FusedOperation has a field of
-        # the name `basic_ops`, which could not be set if this base class had a property
-        # of that name.
+        # Only type checkers see this property. At run time, FusedOperation has a
+        # dataclass field `basic_ops`, which could not be set if this base class had a
+        # property of the same name.
 
         @property
         def basic_ops(self) -> tuple["BasicOperation", ...]:
@@ -118,7 +119,7 @@ class Operation(arguments.KeywordsChecked):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BasicOperation(Operation):
-    """Base class of operations: functions of an activation, with their gradients.
+    """Base class of differentiable operations, which map an activation x to y.
 
     A subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True, repr=False)`)
     with hashable fields. A parallel operation is called inside `jax.shard_map`;
@@ -207,7 +208,7 @@ class BasicOperation(Operation):
         return (params,)
 
     def claim(self, params: Params) -> Params:
-        """Returns the parameters for use by one call.
+        """Marks a "main_grad" and FP8 state as used by a call; returns the parameters.
 
         The fuser calls it outside the differentiated function.
 
@@ -375,7 +376,7 @@ def read_operations(where: str, ops: Any) -> tuple[Any, ...]:
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates a global parameter with the initializer `make`, the option `name`."""
+    """Creates a global parameter by `make`, the initializer in the option `name`."""
     checks.check_key(op.label, "key", key)
     values = make(key, shape, op.param_dtype)
     checks.check_initial(op.label, name, values, shape)

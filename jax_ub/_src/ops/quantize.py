@@ -108,7 +108,7 @@ class Quantize(BasicOperation):
         return names_of(role) if has_state else ()
 
     def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
-        """Returns a copy with another quantizer of the activation or gradient."""
+        """Returns a copy in which `quantizer` quantizes the tensor with this role."""
         pair = list(self._quantizers)
         pair[_ROLES.index(role)] = quantizer
         new = copy.copy(self)
@@ -183,7 +183,7 @@ def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
 
 
 def with_quantizers(entries: Sequence[Op]) -> tuple[list[Op], list[_PassedState]]:
-    """Sets the quantizer of each `Quantize`, by default from the linear that it feeds.
+    """Gives each `Quantize` a quantizer, by default from the linear reading its tensor.
 
     Each `Quantize` is replaced by a copy, also in fused operations.
 

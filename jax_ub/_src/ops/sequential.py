@@ -321,7 +321,9 @@ def _merge(op, weights, others):
             others,
             is_leaf=is_leaf,
         )
-    # Only JAX's comparison can fail. It prints keys, whose repr may raise any error.
+    # Only the comparison of the trees can fail. All exceptions are caught, because
+    # JAX's message prints the keys of the trees, and a key's `repr` may raise any
+    # exception.
     except Exception as error:
         raise ShapeContractError(
             f"{op}: the arguments are different trees: {error}. Pass both results of "
@@ -330,7 +332,7 @@ def _merge(op, weights, others):
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Replaces each kernel's gradient by its "main_grad", the accumulated one, if any.
+    """Replaces the gradient of each kernel that has a "main_grad" by the "main_grad".
 
     Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
 
@@ -368,5 +370,5 @@ def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
 
 
 def _key_of(path):
-    """Returns the last key of a leaf's path if it is in a dict, else None."""
+    """Returns a leaf's key in its dict, or None if the leaf is not in a dict."""
     return getattr(path[-1], "key", None) if path else None

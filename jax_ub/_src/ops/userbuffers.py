@@ -107,7 +107,7 @@ class UserbuffersLinear(FusedPattern):
 
     @property
     def tensor_parallel_mode(self) -> str:
-        """Returns "column" if an all-gather overlaps, "row" if a reduce-scatter."""
+        """Returns "column" for an overlapped all-gather, "row" for a reduce-scatter."""
         return self.linear.tensor_parallel_mode or ROW
 
     @property
@@ -292,7 +292,7 @@ def check_weight(config, w):
 
 
 def check_input(config, x, w):
-    """Checks the input, and unless w is None, that both have the same K."""
+    """Checks the input x, and if w is given, that x and w have the same K."""
     check_activation(config, "input", x)
     if w is not None:
         num_ranks, sharded = config.num_ranks, config.mode.sharded

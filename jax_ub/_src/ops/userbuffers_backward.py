@@ -163,7 +163,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
 
 
 def _bias_gradient(config, dy):
-    """Sums dy over all tokens: also over the ranks, if they have different tokens."""
+    """Returns the gradient of the bias: dy, summed over the tokens of all ranks."""
     db = row_sum(dequantized(dy))
     if config.mode.gathers_x:
         return db
