@@ -169,7 +169,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """Returns "column" if the kernel's outputs are sharded, "row" if its inputs."""
+        """Returns "column" if the kernel's output features are sharded, else "row"."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -215,7 +215,8 @@ class DotGeneral:
         if out_sharding is None and contraction is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, contraction)
         if contraction is not None and self._needs_all_tokens(contraction):
-            # An overlapped layer would gather the tokens, too.
+            # The overlapped layer gathers the tokens of x, so the fallback must gather
+            # them, too.
             lhs = _whole_tokens(lhs, self.sharding_layout)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
@@ -231,7 +232,7 @@ class DotGeneral:
     def why_intercepted(
         self, product: Product, original: Callable | None
     ) -> str | None:
-        """Returns which library patch an overlapped product would bypass, or None.
+        """Returns how another library has patched JAX's product function, or None.
 
         The layer then calls the patched function `product` instead of overlapping.
         Raises an error if the layer must not fall back to JAX.
@@ -318,7 +319,7 @@ class DotGeneral:
         return contraction.kernel.size == self.kernel_size
 
     def _needs_all_tokens(self, contraction):
-        """Returns whether a column-parallel layer needs all tokens without overlap.
+        """Returns whether the fallback must gather a column-parallel layer's tokens.
 
         A kernel with several output dimensions computes attention heads, and each rank
         needs all tokens for attention. JAX rejects a product of tokens and features
@@ -354,8 +355,8 @@ class DotGeneral:
         layout.check_kernel_spec(contraction.spec, num_in)
         explicit = () if mesh is None else mesh.explicit_axes
         if self.kind == COLUMN and not set(explicit).isdisjoint(layout.axes):
-            # In the type of the result, the first output dimension is sharded, so the
-            # ranks must divide it.
+            # On an explicit mesh, the type of the result has a sharded first output
+            # dimension, so the number of ranks must divide this dimension.
             unsharded = dataclasses.replace(layout, fsdp_axes=())
             unsharded.check_features(contraction.features, mesh)
         num_rows = kernel.ndim - num_in if contraction.rhs_transposed else num_in
@@ -394,7 +395,7 @@ def _whole_features(lhs, contraction):
 
 
 def _whole_tokens(lhs, layout):
-    """Gathers the tokens of a column-parallel layer's x, if its mesh is explicit.
+    """Gathers the tokens of a column-parallel layer's x if the mesh axes are explicit.
 
     With automatic axes XLA gathers them where the model needs them.
     """

@@ -101,7 +101,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """Returns "column" if the kernel's outputs are sharded, "row" if its inputs."""
+        """Returns "column" if the kernel's outputs are sharded, else "row"."""
         return self.dense.kind
 
     def __call__(

@@ -36,7 +36,7 @@ _EQUATION = re.compile("[^,>]*,[^,>]*->[^,>]*")  # of an einsum of two operands
 
 
 class _Traces:
-    """The part of JAX's trace cache key that stands for `Overlap` blocks.
+    """Identifies the settings of `Overlap` blocks in the keys of JAX's trace caches.
 
     Blocks with equal settings share one object. JAX compares keys by the identity of
     this object, which is fast, since each call of a jitted function compares them.
@@ -49,7 +49,7 @@ class _Traces:
         self.matched: set[re.Pattern[str]] = set()
 
     def kind(self, path: str) -> str | None:
-        """Returns the kind of the first rule that matches a path, or None."""
+        """Returns "column" or "row" by the first rule that matches a path, or None."""
         pattern = _first_match(self.rules, path)
         return None if pattern is None else self.rules[pattern]
 
@@ -59,8 +59,9 @@ def _traces_of(groups: tuple[tuple, ...], settings: Hashable) -> _Traces:
     return _Traces(dict(groups[0]))
 
 
-# Adds to the key of JAX's trace caches: the `_Traces` of all enclosing blocks of
-# `with Overlap(...)`, from the outermost on. Outside of such blocks it is ().
+# JAX adds this context to the keys of its trace caches, so that it traces a function
+# again where other rules apply. The value has the `_Traces` of all enclosing blocks
+# `with Overlap(...)`, outermost first. Outside of such blocks it is ().
 _TRACED_FOR = jax.make_user_context(())
 
 # The module whose method is being overlapped. An interceptor with equal settings in a
@@ -217,9 +218,9 @@ class Overlap(FixedArguments, KeywordsChecked):
             self._jitted = ".".join(layer.path)
             self._has_jitted = True
         try:
-            # This context is part of the cache key. Without it, JAX would use a trace
-            # of this interceptor also outside the block, and in blocks with other
-            # settings.
+            # The context is part of the key of JAX's trace caches. Without it, JAX
+            # would reuse a trace that was made with this interceptor outside of the
+            # block, and in blocks with other settings.
             outer = _TRACED_FOR.value
             is_known = self._traces in outer
             with nullcontext() if is_known else _TRACED_FOR((*outer, self._traces)):
@@ -266,7 +267,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         return y
 
     def _find(self, patterns, path):
-        """Records the first pattern that matches a path; returns its value, or None."""
+        """Returns the first matching pattern's value, or None; records the match."""
         pattern = _first_match(patterns, path)
         if pattern is None:
             return None
@@ -324,7 +325,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
+        """Adds sharded parameters of a layer without overlap to `ub.fallbacks`."""
         if path in self._recorded or _is_of_jax_ub(layer):
             return
         is_embed = isinstance(layer, nn.Embed)
@@ -336,11 +337,11 @@ class Overlap(FixedArguments, KeywordsChecked):
             return  # another block overlaps the layer
         parameters = layer.variables.get("params", {})
         arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
-        # A user excludes a layer by a rule that maps to None, so this layer is not
-        # reported.
+        # Unsharded kernels are reported only if a rule selects the module. A rule that
+        # maps the path to None excludes the module.
         is_selected = self._traces.kind(path) is not None
-        # The parameters of an overlapped layer with the same path: by `nn.share_scope`,
-        # this module may use the scope of the layer.
+        # With `nn.share_scope`, this module may have the path of an overlapped layer.
+        # The parameters of that layer are not reported.
         known = ("kernel", "bias") if path in self.overlapped else ()
         axes = set(self._sharding_layout.axes)
         why = (

@@ -203,7 +203,7 @@ class _Layer:
 
     @property
     def original(self) -> Any:
-        """Returns the product function, such as `dot_general`, before `overlap`."""
+        """Returns the product function that the module had before `overlap`."""
         product = self.product
         return product.original if _is_overlapped(product) else product
 
@@ -301,7 +301,7 @@ class _Layer:
         setattr(self.node, self.attribute, value)
 
     def restore(self) -> None:
-        """Ends the overlap of the layer, if any, so that JAX computes its product."""
+        """Restores the layer's original product function if it was overlapped."""
         if _is_overlapped(self.product) and self.default is not None:
             function = self.original or self.default.function
             setattr(self.node, self.attribute, nnx.static(function))
@@ -361,8 +361,8 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
             yield name, _einsum_layer(node)
         elif isinstance(node, nnx.Linear) or (
             # An nnx.LinearGeneral with dot_general_cls ignores its attribute
-            # dot_general, so replacing the attribute would have no effect. With batch
-            # axes, it is not a dense layer.
+            # dot_general, so replacing the attribute would have no effect. An
+            # nnx.LinearGeneral with batch axes is not a dense layer.
             isinstance(node, nnx.LinearGeneral)
             and node.dot_general_cls is None
             and not node.batch_axis
@@ -400,7 +400,7 @@ def _spec_of(variable: Any) -> tuple:
 
 
 def _arrays_of(variable):
-    """Returns the arrays of an nnx variable, or of an object that replaces them."""
+    """Returns the arrays in an nnx variable, or in an object that replaces it."""
     is_variable = isinstance(variable, nnx.Variable)
     return jax.tree.leaves(variable.get_value() if is_variable else variable)
 
@@ -462,7 +462,8 @@ def _record_others(model, layers, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         if owner is None:
-            # Layers of jax_ub.flax overlap without `ub.overlap`.
+            # A layer of jax_ub.flax overlaps without `ub.overlap`, so it is not
+            # reported.
             if hasattr(module, "sharding_layout"):
                 continue
             why = f"belongs to a {type(module).__name__}, which overlap does not know"

@@ -22,9 +22,9 @@ from jax_ub._src.sharding.layout import resolve_parallel
 
 
 def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
-    """Checks and compiles rules, {regular expression: value}. None gives {}.
+    """Checks rules, {regular expression: value}, and compiles their patterns.
 
-    `argument` is their name: "rules", "ub_names" or "fp8".
+    `argument` is their name: "rules", "ub_names" or "fp8". None gives {}.
     """
     if given is not None and not isinstance(given, Mapping):
         raise UnknownNameError(
@@ -91,7 +91,7 @@ def _compiled(pattern):
 
 
 def _code_of(function: Any) -> Any:
-    """Returns the code object of a Python function or of the function under a jit."""
+    """Returns the code object of a Python function, which may be under a `jax.jit`."""
     return getattr(getattr(function, "__wrapped__", function), "__code__", None)
 
 
@@ -133,8 +133,8 @@ def _product(module: Any, path: str) -> Product:
 DOT_GENERAL = _product(lax, "jax.lax.dot_general")
 DOT = _product(jnp, "jax.numpy.dot")
 EINSUM = _product(jnp, "jax.numpy.einsum")
-# Functions that `dot_general`, `dot` and `einsum` call, in JAX's internal modules. A
-# library can intercept these calls only by replacing the functions' `__code__`.
+# The functions that JAX's `dot_general`, `dot` and `einsum` call internally. A library
+# can intercept these calls only by replacing the functions' `__code__`.
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
