@@ -9,7 +9,8 @@ from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import PARALLEL, PASSES, ParallelMode, mode_of
 
-# The methods that overlap a GEMM with a collective of the GEMM's own operand or result.
+# The methods that overlap a GEMM with the collective of its operand or result. Method
+# "bulk", in contrast, overlaps a GEMM with an independent collective.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
 # Maps each flag to what it controls, for error messages.
 _MEANING = {
@@ -56,7 +57,7 @@ class OverlapFlags:
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the common value of the `ub_bulk_*` flags, or None if unset."""
+        """Returns the value that both `ub_bulk_*` flags must have, or None if unset."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property

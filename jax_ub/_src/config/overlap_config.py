@@ -17,16 +17,17 @@ from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
 from jax_ub._src.scalars import is_integer
 
-# Largest `num_sm`, the number of thread blocks that send. Transformer Engine has the
-# same limit, because its collectives have flags for 32 thread blocks.
+# The largest valid `num_sm`, the number of thread blocks that send. Transformer Engine
+# has the same limit, because its collectives have flags for 32 thread blocks.
 _MOST_SM = 32
 # Valid values of `cga_size`, the number of thread blocks in a cluster. GPUs support
 # clusters of up to 8 blocks since Hopper.
 _CGA_SIZES = (1, 2, 4, 8)
 # CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-# Largest `num_splits`, the number of parts of a rank's chunk. With 16 ranks, more
-# splits need more slots (receive buffers) than a communicator has.
+# The largest valid `num_splits`, the number of parts into which a rank's chunk is
+# split. With more splits, 16 ranks would need more slots (receive buffers) than a
+# communicator has.
 _MOST_SPLITS = 128
 
 
@@ -45,7 +46,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """The settings of one named overlap, such as "qkv_fprop": method, splits, and more.
+    """The settings by which one pass of a layer, such as "qkv_fprop", communicates.
 
     `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
     `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU
@@ -197,7 +198,7 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks the user's settings for one name, such as "qkv_fprop"; converts types.
+    """Checks and converts the user's settings for one name, such as "qkv_fprop".
 
     Returns:
         The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is
@@ -245,8 +246,8 @@ def _read_value(name, key, value):
         raise ConfigurationError(f"{found} {words}.") from None
 
 
-# Maps the names of passes in other libraries to the names in jax_ub: an overlap such as
-# "fc1_forward" is called "fc1_fprop".
+# Maps the names of passes in other libraries to the names in jax_ub, so that
+# "fc1_forward" becomes "fc1_fprop".
 _ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
 
 

@@ -44,8 +44,8 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
 _FUSED = tuple(method for method in Method if method is not Method.BULK)
 # Maps (pass, collective) to (default method, valid methods). The collective is an
-# all-gather or a reduce-scatter. The default applies where Transformer Engine does not
-# use method "bulk".
+# all-gather or a reduce-scatter. Where Transformer Engine uses method "bulk", the
+# default is "bulk" instead.
 _METHODS = {
     (FPROP, _AG): (Method.RING_EXCHANGE, _FUSED),
     (FPROP, _RS): (Method.PIPELINE, _FUSED),
@@ -53,13 +53,14 @@ _METHODS = {
     # dy, an operand of the dgrad GEMM.
     (DGRAD, _AG): (Method.RING_EXCHANGE, tuple(Method)),
     (DGRAD, _RS): (Method.PIPELINE, _FUSED),
-    # Method "direct" reads the peers' shards within the wgrad GEMM. Method "external"
-    # all-gathers them before the GEMM.
+    # This all-gather collects the operand of a wgrad GEMM. Method "direct" reads the
+    # peers' shards within the GEMM. Method "external" all-gathers the shards before the
+    # GEMM.
     (WGRAD, _AG): (
         Method.EXTERNAL,
         (Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA),
     ),
-    # Only "bulk" reduce-scatters dx during the wgrad GEMM.
+    # Method "bulk" reduce-scatters dx during the wgrad GEMM. No other method does this.
     (WGRAD, _RS): (Method.BULK, (Method.BULK,)),
 }
 
@@ -119,15 +120,17 @@ _ONLY = {
     ),
     "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), (_RS,)),
 }
-# Settings that Transformer Engine reads in some overlaps and ignores in the others.
+# The overlaps in which Transformer Engine reads a setting: {setting: (methods,
+# collectives)}. In all other overlaps it ignores the setting, and `from_te` removes it.
 _READ_BY = {
     **_ONLY,
     "use_ce": ((Method.RING_EXCHANGE,), (_AG, _RS)),
     "fp8_buf": (_FUSED, (_RS,)),
 }
-# Settings that select method "auto" for every forward pass and dgrad. They contain no
-# wgrads: a column-parallel layer's wgrad has nothing to communicate, because an "auto"
-# dgrad reduce-scatters dx. Wgrads of row-parallel layers keep their defaults.
+# Settings that select method "auto" for all forward passes and dgrads, but not for
+# wgrads. With "auto", the dgrad of a column-parallel layer reduce-scatters dx, so the
+# wgrad has nothing to communicate. The wgrad of a row-parallel layer keeps its default
+# method.
 AUTOMATIC = {name: {"method": "auto"} for name in NAMES if split_name(name)[1] != WGRAD}
 _IGNORED = (
     "ub.overlap_config.from_te leaves out what Transformer Engine accepts and ignores."
@@ -185,7 +188,7 @@ def resolve(
     num_ranks: int,
     mode: UserBufferQuantizationMode,
 ) -> dict[str, OverlapConfig]:
-    """Completes the user's settings for names like "qkv_fprop" with the defaults.
+    """Completes the user's settings of overlaps, such as "qkv_fprop", by the defaults.
 
     If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
     wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
@@ -211,7 +214,7 @@ def resolve(
 
 
 def _is_displaced(name, entries, resolved):
-    """Returns whether a layer's dgrad, which is `resolved` before, replaces a wgrad."""
+    """Returns whether `name` is a wgrad without communication, due to its dgrad."""
     if NAMES.get(name) != (Method.BULK, _RS):  # not the wgrad of a column layer
         return False
     dgrad = f"{split_name(name)[0]}_{DGRAD}"
@@ -238,8 +241,8 @@ def _method_and_type(
         comm_type = entry["comm_type"]
         default, _ = _METHODS[split_name(name)[1], comm_type]
     method = Method(entry.get("method", default))
-    # If its method is not "bulk", the dgrad of a column-parallel layer overlaps with
-    # the reduce-scatter of dx, not with an all-gather.
+    # The dgrad of a column-parallel layer overlaps with an all-gather only if its
+    # method is "bulk". With any other method it overlaps with the reduce-scatter of dx.
     if default is Method.BULK and method is not Method.BULK:
         comm_type = _RS
     return method, comm_type
@@ -262,7 +265,7 @@ def _check_method(name, method, comm_type, entry):
 
 
 def _check_settings(name, config, defaults, num_ranks, mode):
-    """Raises an error if an overlap cannot have one of its settings."""
+    """Raises an error if an overlap has a setting that it does not support."""
 
     def error(key, reason):
         found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(config[key])}"
@@ -308,7 +311,7 @@ def _quoted(methods):
 
 
 def _check_pairs(resolved):
-    """Raises an error if only one of a layer's dgrad and wgrad is "bulk".
+    """Raises an error if a layer's dgrad is "bulk" but its wgrad is not, or vice versa.
 
     A bulk dgrad all-gathers x for the wgrad, which reduce-scatters the dgrad's dx.
     """
@@ -391,8 +394,8 @@ def _read_yaml(source):
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
         return _parse(yaml, _read_file(source))
     found = _parse(yaml, source)
-    # Parsed as YAML, a file path is a plain string, even if it contains a colon: a
-    # mapping needs a space after the colon.
+    # YAML parses a file path as a plain string, even if the path contains a colon,
+    # because a mapping needs a space after the colon.
     is_path = isinstance(found, str) and "\n" not in source
     return _parse(yaml, _read_file(source)) if is_path else found
 
