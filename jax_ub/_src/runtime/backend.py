@@ -11,9 +11,9 @@ from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
 
-# The names of all ops. The engine also has this list, but reading it would load the
-# engine, which `import jax_ub` must not do: `python -m jax_ub doctor` reports a missing
-# engine.
+# The names of all ops. The engine has the same list, but reading it would load the
+# engine. `import jax_ub` must not load the engine, so that `python -m jax_ub doctor`
+# can report a missing engine.
 _TARGETS = (
     "all_gather",
     "all_gather_matmul",

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-# The service of `jax.distributed` accepts one client per process, which only a private
-# module of JAX has.
+# The service of `jax.distributed` accepts only one client per process. JAX creates this
+# client, and only a private module of JAX gives access to it.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub._src.errors import (
@@ -56,9 +56,10 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Initializes `jax.distributed` by MPI with the backend "mpi", unless it is.
+    """Initializes `jax.distributed` through MPI if the backend is "mpi".
 
-    With another backend, a process without `jax.distributed` has no job.
+    Does nothing if `jax.distributed` is initialized. With another backend, a process
+    without `jax.distributed` has no job.
     """
     is_mpi = isinstance(backend, str) and backend == "mpi"
     if is_mpi and not jax.distributed.is_initialized():
@@ -66,7 +67,7 @@ def join_job(backend: object) -> None:
 
 
 def publish_pid() -> None:
-    """Publishes this process's PID, by which other processes detect its death."""
+    """Publishes this process's PID, so that other processes can detect its death."""
     if jax.distributed.is_initialized():
         own = [_pid_namespace(), os.getpid(), _start_time(os.getpid())]
         JaxStore(_PID_SCOPE).write(str(jax.process_index()), json.dumps(own))
@@ -91,13 +92,13 @@ def _initialize_by_mpi():
 
 
 def open_rendezvous(processes: Sequence[int], timeout_s: float) -> ProcessAllGather:
-    """Returns an object that all-gathers values over processes."""
+    """Returns an object that all-gathers values over the given processes."""
     own = jax.process_index()
     if len(processes) == 1:
         return ProcessAllGather(_OwnStore(), own, processes, timeout_s)
     # The scope (a prefix of the keys) depends only on the processes. A process that
-    # passed a different axis_name therefore joins the same rendezvous, which reports
-    # the difference.
+    # passed a different axis_name therefore uses the same keys, and the difference is
+    # detected and reported.
     numbers = ",".join(map(str, processes)).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     lost = Presence().lost
@@ -105,7 +106,7 @@ def open_rendezvous(processes: Sequence[int], timeout_s: float) -> ProcessAllGat
 
 
 class _OwnStore(dict[str, str]):
-    """The store of a single process, which has no job."""
+    """A key-value store in local memory, for a mesh within a single process."""
 
     write = dict.__setitem__
     read = dict.get
@@ -115,7 +116,7 @@ class _OwnStore(dict[str, str]):
 
 
 class JaxStore:
-    """The keys with a common prefix, the scope, in the store of `jax.distributed`."""
+    """A key-value store: the keys with one prefix in the store of `jax.distributed`."""
 
     def __init__(self, scope: str):
         """Opens the store for the keys with prefix `jax_ub/<scope>/`."""
@@ -200,9 +201,9 @@ def _start_time(pid):
         line = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # Fields are counted from the last ")", because the command name may contain spaces
-    # and parentheses. It may also end within a UTF-8 character, since the kernel cuts
-    # it to 15 bytes. The states Z (zombie) and X (dead) mean that the process has
-    # exited.
+    # The fields of /proc/PID/stat are counted from the last ")", because the command
+    # name before it may contain spaces and parentheses. The name may also end within a
+    # UTF-8 character, since the kernel cuts it to 15 bytes. The states Z (zombie) and X
+    # (dead) mean that the process has exited.
     state, *fields = line.rpartition(b")")[2].split()
     return None if state in b"ZX" else int(fields[18])

@@ -25,17 +25,18 @@ from jax_ub._src.runtime import cpu_engine, cuda_engine, settings
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 Key = tuple[str, Group]  # with the platform, because the ids of each begin at 0
 
-# Bytes of shared memory per element of the capacity: one f32 partial sum and one f32
-# result at most. The constants below are for the alignment of slots.
+# Bytes of a rank's buffer per element of the capacity: at most one f32 partial sum and
+# one f32 result. _SLACK_BYTES per rank and _SLOT_ALIGNMENT_BYTES per slot are added for
+# the alignment of slots.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
 # Largest number of bytes that a rank sends in a one-shot all-reduce on GPUs, unless a
-# tuned file chooses another method. One-shot means that each of P ranks sends its whole
-# summand, of S bytes, to all peers: S (P - 1) bytes together. A reduce-scatter and an
-# all-gather send 2 S (P - 1) / P bytes, but need another handshake. A handshake takes 6
-# us (`handshake_s` of the simulator), in which NVLink moves this many bytes at 450 GB/s
-# (H100). Neither number was measured here.
+# tuned file selects the method. In a one-shot all-reduce, each of P ranks sends its S
+# bytes to all peers, S (P - 1) bytes together. A reduce-scatter and an all-gather send
+# 2 S (P - 1) / P bytes, but need a second handshake. The limit is what NVLink moves at
+# 450 GB/s (H100) in the 6 us of a handshake (`handshake_s` of the simulator). Neither
+# number was measured here.
 ONE_SHOT_BYTES = 2_700_000
 # Seconds between two checks whether the programs in flight have ended.
 _POLL_S = 0.002
@@ -49,7 +50,7 @@ def heap_bytes(platform: str, num_elements: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroups:
-    """The groups of devices that `initialize_ub` connects, and their processes.
+    """The groups of devices that `initialize_ub` connects, with their processes.
 
     One rank is one device. A group has the ranks that communicate with each other, and
     belongs to one index of the other mesh axes.
@@ -97,7 +98,7 @@ class DeviceGroups:
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
-        """Returns the CUDA ordinals of the group's devices in this process, by rank."""
+        """Returns the CUDA ordinals of the group's local GPUs, in rank order."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]
 
@@ -107,7 +108,7 @@ def rank_groups(
     axes: tuple[str, ...],
     ids: Sequence[int],
 ) -> tuple[Group, ...]:
-    """Returns the ids of the devices of a mesh by group and rank along `axes`.
+    """Returns the device ids of each group of ranks along `axes`, in rank order.
 
     Each index of the other mesh axes is one group. `ids` has one id per device, in the
     order of `mesh.devices.flat`.
@@ -150,7 +151,7 @@ class Connection:
 
     @property
     def may_be_in_use(self) -> bool:
-        """Whether a call may be in flight, which would fail if the connection closed.
+        """Returns whether closing the connection might make a running call fail.
 
         XLA's threads do not exist in a forked child, so no call is in flight there.
         """
@@ -162,13 +163,14 @@ class Connection:
             self.communicator.close()
 
 
-# Part of the reason for a fallback to plain JAX: `initialize_ub` has not connected the
-# processes of the call. The lowering rule searches reasons for this text, to add a
-# reference to a page of the documentation.
+# This text is part of the reason for a fallback to plain JAX if `initialize_ub` has not
+# connected the processes of the call. The lowering rule searches reasons for this text,
+# in order to add a reference to a page of the documentation.
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Key, Connection] = {}
-# Number of processes among which the host's cores are divided. 0: not divided.
+# Number of processes among which the host's cores are divided, or 0 if the cores are
+# not divided.
 _num_sharing = 0
 
 
@@ -200,7 +202,7 @@ def reason(device_groups: DeviceGroups) -> str | None:
 
 
 def generation(device_groups: DeviceGroups) -> int:
-    """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
+    """Returns the number of the `initialize_ub` call that connected the groups, or 0.
 
     Each `initialize_ub` that connects groups counts as one. The result is 0 if no call
     has connected the groups, and the number of the last call if several have.
@@ -214,7 +216,7 @@ def generation(device_groups: DeviceGroups) -> int:
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Raises an error if a connection made for another axis failed or is too small.
+    """Raises an error if a connection shared with another axis failed or is too small.
 
     An axis reuses the connections of other axes that have the same groups of devices.
     """
@@ -250,14 +252,14 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Registers new connections, to be closed when the process exits, or earlier."""
+    """Registers new connections, which are closed at process exit at the latest."""
     _CONNECTIONS.update((one.key, one) for one in made)
     if made:
         _close_at_exit()
 
 
 def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) -> None:
-    """Limits the engine to a part of the host's cores, until all groups are closed.
+    """Limits the engine to a part of the host's cores until all connections are closed.
 
     Does nothing if an axis of more processes has already divided the cores: the engine
     would compute on the cores of these processes.
@@ -279,7 +281,7 @@ def _close_at_exit():
 
 
 def finish_launches(kept: Collection[Key]) -> None:
-    """Waits for running programs, before all connections except those in `kept` close.
+    """Waits for running programs before connections that are not in `kept` are closed.
 
     A launch returns before its program has run. The peers take part in the calls of
     these programs, so closing the connections during a program would fail the peers.
@@ -297,7 +299,7 @@ def finish_launches(kept: Collection[Key]) -> None:
             for result in _launch_after_all(client.local_devices())
         ]
     # JAX rejects the mesh while it traces a program, and may have no memory left. The
-    # caller must close the connections in any case.
+    # error is ignored, because the caller must close the connections in any case.
     except (ValueError, jax.errors.JaxRuntimeError):
         return
     # The loop polls, because jax.block_until_ready ignores Ctrl-C.
@@ -306,7 +308,7 @@ def finish_launches(kept: Collection[Key]) -> None:
 
 
 def _launch_after_all(devices):
-    """Launches programs that run after all earlier programs; returns their results.
+    """Launches programs that run after all earlier ones, and returns their results.
 
     XLA on CPUs runs all programs of several devices one after the other, and the
     programs of one device, too, but not in one order with those of several.

@@ -13,8 +13,8 @@ from jax_ub._src.runtime.communicators import Connection, DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 
-# Seconds that a process whose own connection failed still waits for its peers. The time
-# is short, because the death of a process must be reported within 2 s.
+# Seconds for which a process waits for its peers after an error in its own connections.
+# The time is short, because the death of a process must be reported within 2 s.
 _TIMEOUT_AFTER_ERROR_S = 1.0
 
 _generation = 0  # the last communicator generation that this process agreed on
@@ -96,17 +96,18 @@ class ConnectionAttempt:
         global _generation
         error = self._open_endpoints()
         peer_info = all_gather.gather(self._handshake(agreed_settings), error)
-        # Each process proposes the generation after that of its last communicator.
-        # The maximum of the proposals is new to all processes.
+        # Each process proposes the generation number after the last number that it has
+        # used. So no process has used the maximum of the proposals.
         _generation = max(one["generation"] for one in peer_info.values())
         if len({one["hash"] for one in peer_info.values()}) > 1:
             settings_of = all_gather.gather(dict(agreed_settings))
             all_gather.gather(None, _difference(settings_of))
         error = self.connect_all(peer_info)
         reasons = {str(one.group): one.reason for one in self.made if one.reason}
-        # A process waits for two timeouts: a peer may wait one timeout for a connection
-        # that has failed here, and only then send its outcome. After an error, a
-        # process waits only briefly, because its error reaches running peers sooner.
+        # The timeout is doubled, because a peer may wait one timeout for a connection
+        # before it sends its outcome. After an error of this process, a short timeout
+        # is enough: the process has closed its sockets, so that running peers fail at
+        # once and send their outcomes.
         timeout_s = 2 * settings.timeout_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -142,9 +143,9 @@ class ConnectionAttempt:
             groups = self._device_groups
             for group in self._groups:
                 if groups.spans_processes(group) and groups.has_local_rank(group):
-                    # Checks, before connecting, that the engine has kernels for the
-                    # instruction set `JAX_UB_ISA`, which every call needs. All
-                    # processes then get the error.
+                    # This check runs before any process connects, so that all processes
+                    # get the error if the engine has no kernels for the instruction set
+                    # `JAX_UB_ISA`.
                     cpu_engine.check_isa()
                     self._endpoints[group] = self._setup.open_endpoint(group)
         except Exception as error:

@@ -132,8 +132,8 @@ def devices_of(backend: str) -> list[jax.Device]:
 @functools.cache
 def register_targets() -> None:
     """Configures the CPU engine and registers its FFI handlers, once per process."""
-    # JAX's backend fails to start if FFI targets with state are registered before, so
-    # it is started here.
+    # JAX's backend fails to start if FFI targets with state have been registered
+    # before. So it is started first, by jax.devices().
     jax.devices()
     cpu = load()
     configure()

@@ -102,9 +102,9 @@ def is_traced_for() -> bool:
         return is_default()
     if device.platform != "gpu":
         return device.platform == "cuda"
-    # The platform "gpu" may mean NVIDIA or AMD GPUs. The mesh may be an ahead-of-time
-    # topology, so the GPUs of this process decide. Without GPUs, the platform means
-    # CUDA.
+    # The platform "gpu" stands for NVIDIA or AMD GPUs. The mesh may belong to an
+    # ahead-of-time topology, so the GPUs of this process decide which kind is meant.
+    # Without GPUs, CUDA is assumed.
     return bool(local_devices()) or not cpu_engine.devices_of("rocm")
 
 
@@ -173,12 +173,12 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Returns error texts of failed communicators between GPUs, by their names."""
+    """Returns {name: error text} for each failed communicator between GPUs."""
     return load().failures() if _is_in_use() else {}
 
 
 def release_in_process() -> None:
-    """Frees GPU buffers of groups within this process that no program uses any more."""
+    """Frees buffers on GPUs for groups within this process if no program uses them."""
     if _is_in_use():
         load().release_in_process()
 

@@ -12,7 +12,7 @@ _CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def identity() -> str:
-    """Returns a text that is equal in processes that can share memory on this host.
+    """Returns an identifier of this host, equal in processes that can share memory.
 
     It holds the kernel's boot id and the network namespace, since processes connect by
     abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
@@ -23,13 +23,13 @@ def identity() -> str:
     try:
         boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
     except OSError:
-        # Without /proc, the name of the host is all that is known.
+        # Without /proc, only the name of the host is known.
         return platform.node()
     return f"{platform.node()} {boot} {network}"
 
 
 def short_name(host: str) -> str:
-    """Returns the name of a host, for messages, from a text of `identity`."""
+    """Returns the host name with which an identifier from `identity` begins."""
     return host.split(" ")[0]
 
 
@@ -78,7 +78,7 @@ def control_groups() -> str:
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns how many threads this process may use on a host that several share.
+    """Returns how many threads this process may use if processes share a host's cores.
 
     Returns:
         The number of threads, at least one. A core that k processes may run on counts

@@ -199,7 +199,7 @@ def get_ub(
 
 
 def _axes(op, axis_name):
-    """Returns an argument `axis_name` as a tuple of mesh axes, or None for None."""
+    """Converts the argument `axis_name` to a tuple of mesh axes. None stays None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)
@@ -225,7 +225,7 @@ def _prepare(
 
 
 def _keep_only(kept):
-    """Closes all connections except those of these axes, then removes other axes.
+    """Keeps only the axes in `kept`: closes all other connections, removes other axes.
 
     In this order, the call can be repeated after an interrupt.
     """
@@ -236,7 +236,7 @@ def _keep_only(kept):
 
 
 def _keys_of(axes):
-    """Returns the keys of the groups of ranks of these axes, each key once."""
+    """Returns the set of keys of all groups of ranks along the given axes."""
     return {key for axis in axes for key in axis.device_groups.keys}
 
 

@@ -29,8 +29,8 @@ from jax_ub._src.runtime.registry import (
 )
 from jax_ub._src.scalars import is_integer
 
-# Maximum of T * H, the number of elements in the argument `shape`, such that the size
-# of all ranks' buffers in bytes fits into 64 bits.
+# Largest number of elements T * H of the argument `shape`, (T, H). With this limit, the
+# size of all ranks' buffers in bytes fits into 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 
@@ -131,7 +131,7 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
 
 
 def _fix(otherwise):
-    """Returns advice for missing devices: to join other processes, or `otherwise`.
+    """Returns advice for missing devices: to join the job first, or else `otherwise`.
 
     A process that `python -m jax_ub launch` has started sees only its own devices until
     it calls `jax.distributed.initialize`.
@@ -201,8 +201,8 @@ def make_initialized_axis(
     It contains the named overlaps of a mesh axis. Allocates no buffers. `ub_cfgs` is
     checked here.
     """
-    # Without a tuned file in `ub_cfgs`, the methods come from the file that
-    # `JAX_UB_TUNED` names. The processes compare these methods, which must be equal.
+    # If `ub_cfgs` is not the path of a tuned file, the methods come from the file that
+    # `JAX_UB_TUNED` names. They must be equal in all processes, which compare them.
     if not isinstance(ub_cfgs, str | os.PathLike):
         choices = tuned_file.process_table()
     else:
@@ -231,11 +231,12 @@ def make_initialized_axis(
         process_of={device.id: device.process_index for device in devices},
         process=jax.process_index(),
         platform=cuda_engine.platform_of(devices[0]),
-        # If the number of ranks and splits does not divide the rows, every slot has the
-        # size of the largest chunk, so that each chunk needs at most one more row.
+        # All slots have the size of the largest chunk. If the rows do not divide evenly
+        # into chunks, each chunk therefore needs up to one additional row.
         capacity=(shape[0] + num_chunks) * shape[1],
-        # The number of receive buffers (slots) per rank. An all-reduce needs most: one
-        # per chunk for its reduce-scatter, and one per chunk for its all-gather.
+        # The number of receive buffers (slots) per rank. An all-reduce needs the most
+        # slots: one per chunk for its reduce-scatter, and one per chunk for its
+        # all-gather.
         num_slots=2 * num_chunks,
         name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},

@@ -93,7 +93,7 @@ class AxisMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory that this process holds for communication. Printed as a table.
+    """The memory that this process holds for communication; it prints as a table.
 
     Transformer Engine: none.
 
@@ -117,7 +117,7 @@ class MemoryReport:
 
     @property
     def held_bytes(self) -> int:
-        """Returns the bytes of this process's shared buffers, slots and heaps."""
+        """Returns the total size of this process's shared buffers, slots and heaps."""
         shared = sum(axis.shared_bytes for axis in self.axes)
         return self.slot_bytes + self.heap_bytes + shared
 

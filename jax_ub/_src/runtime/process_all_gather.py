@@ -20,11 +20,13 @@ from typing import Any, Protocol
 
 from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
 
-# Seconds between two polls, at most. With more than 50 other processes, the pause is
-# _PAUSE_S_PER_PROCESS for each of them, because all processes poll the same service.
+# The longest pause between two polls, in seconds. With more than 50 other processes, it
+# is _PAUSE_S_PER_PROCESS for each of them instead, because all processes poll the same
+# service. The first pause is _PAUSE_S_PER_PROCESS.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
-# Seconds that an interrupted process waits for the others, to send its failure to them.
+# Seconds for which a process that has failed or was interrupted waits for late
+# processes, in order to send the failure to them.
 NOTIFY_S = 2.0
 
 Values = dict[int, Any]  # JSON values, by process index
@@ -58,7 +60,7 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt to all-gather, which is identified by a random number.
+        """Starts an attempt to all-gather, identified by a random number.
 
         Messages of other attempts contain other numbers, and are ignored.
 
@@ -77,23 +79,27 @@ class ProcessAllGather:
         self._coordinator = min(processes)
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
-        # By round: the value of this process, and the text of its error or None.
+        # For each round of gathering: the value of this process, and the text of its
+        # error or None.
         self._rounds: list[tuple[Any, str | None]] = []
-        # The message that reports a failure, once one has been found or received.
+        # The message that reports a failure. It is empty until a failure is found or
+        # received.
         self._failure: dict[str, Any] = {}
         # Whether a round has ended with an error that all processes raise.
         self._has_failed_everywhere = False
-        # Only for the coordinator, keyed by process: `_numbers` has the random number
-        # of the process's attempt, `_answers` the answers that were sent to the
-        # process, one per round.
+        # Only the coordinator uses these dictionaries, whose keys are process indices.
+        # `_numbers` has the random number of each process's attempt. `_answers` has the
+        # answers that were sent to each process, one per round.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Only for members (all processes except for the coordinator): the random number
-        # of the coordinator's attempt, which messages to the coordinator contain.
+        # Only members (all processes except for the coordinator) use this variable: the
+        # random number of the coordinator's attempt, which their messages to the
+        # coordinator must contain.
         self._coordinator_number = ""
-        # Only for members: whether the coordinator has answered. A different number of
-        # the coordinator then belongs to another attempt, and is ignored.
+        # Only members use this variable: whether the coordinator has answered. If it
+        # has, a different number of the coordinator belongs to another attempt and is
+        # ignored.
         self._is_confirmed = False
 
     def __enter__(self) -> "ProcessAllGather":
@@ -192,7 +198,8 @@ class ProcessAllGather:
         except CommunicatorError as failure:
             if error is None:
                 raise
-            # The error of this process explains the failure better.
+            # The error of this process explains the failure better than the received
+            # one.
             raise error from failure
         texts = [text for _, (_, text) in sorted(found.items()) if text is not None]
         if texts:
@@ -211,8 +218,8 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # The messages of processes that have arrived are read again, because they
-            # may have failed since.
+            # The messages of processes that have already arrived are read again,
+            # because these processes may have failed in the meantime.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
@@ -235,7 +242,8 @@ class ProcessAllGather:
         if message is None or message["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, message["number"]) != message["number"]:
-            # The process has begun a new attempt, which also gets the failure.
+            # The process has restarted and begun another attempt, which has another
+            # number. The answer to the new attempt reports the failure, too.
             self._numbers[other], self._answers[other] = message["number"], []
             self._fail(f"initialize_ub: process {other} failed and started again.")
         if "failed" in message:
@@ -272,8 +280,8 @@ class ProcessAllGather:
                 )
             waiting = self._repeat(coordinator)
             if is_over:
-                # If the coordinator waits for no other process, the missing process is
-                # the coordinator.
+                # If the coordinator waits for no other process, or has sent no message,
+                # the missing process is the coordinator.
                 missing = [other for other in waiting if other != self._process]
                 missing = missing or [self._coordinator]
                 raise TimeoutError(_missing_text(missing, timeout_s))
@@ -285,13 +293,14 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _polls(self, timeout_s):
-        """Yields whether the deadline has passed. Pauses twice as long each time."""
+        """Yields for each poll whether the deadline has passed; pauses in between."""
         end_s = time.monotonic() + timeout_s
         pause_s = _PAUSE_S_PER_PROCESS
         while True:
             left_s = end_s - time.monotonic()
             yield left_s <= 0
-            # A caller whose last value arrives at the deadline polls once more.
+            # The last pause ends at the deadline. The caller then polls once more, so
+            # that it finds a value that arrived just before the deadline.
             time.sleep(max(0.0, min(pause_s, left_s)))
             longest_s = _PAUSE_S_PER_PROCESS * len(self._others)
             pause_s = min(2 * pause_s, max(_LONGEST_PAUSE_S, longest_s))

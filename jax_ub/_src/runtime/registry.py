@@ -34,9 +34,9 @@ from jax_ub._src.runtime import settings, tuned_file
 from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.tuned_file import TunedTable
 
-# Held by a thread while it changes the registry, because the processes of a mesh can
-# agree on only one change at a time: the key-value store has one message per process.
-# The lock is reentrant, since a signal handler may call `destroy_ub` during
+# A thread holds this lock while it changes the registry. The processes of a mesh can
+# agree on only one change at a time, because the key-value store has one message per
+# process. The lock is reentrant, since a signal handler may call `destroy_ub` during
 # `initialize_ub`.
 CHANGING = threading.RLock()
 
@@ -60,13 +60,13 @@ class LayerName(str):
         return not self == other
 
     def __hash__(self) -> int:
-        """Returns a hash that differs from the hash of an equal plain string."""
+        """Returns a hash that differs from `str`, so that caches separate the types."""
         return hash((LayerName, str(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Settings and buffer size of a named overlap, which is one pass of a layer.
+    """The settings and the buffer size of one pass of a layer, such as "qkv_fprop".
 
     `CommOverlap` documents the fields.
     """
@@ -101,7 +101,7 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """A named overlap: the method, sizes and buffer of all calls with its name.
+    """The settings and the buffer of all calls with one name, such as "qkv_fprop".
 
     `get_ub` returns it if the method is not "ring_exchange".
 
@@ -132,9 +132,9 @@ class CommOverlapP2P(Overlap):
     """
 
 
-# Part of the reason for a fallback to plain JAX: the call needs a larger shape than
-# `initialize_ub` was given. The lowering rule searches reasons for this text, to add a
-# reference to a page of the documentation.
+# This text is part of the reason for a fallback to plain JAX if a call needs a larger
+# shape than `initialize_ub` was given. The lowering rule searches reasons for this
+# text, in order to add a reference to a page of the documentation.
 TOO_SMALL = "but the buffers"
 
 
@@ -156,7 +156,7 @@ class InitializedAxis:
     choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
-        """Returns the names of the overlaps, such as "qkv_fprop", each once."""
+        """Returns the distinct names of the overlaps, such as "qkv_fprop"."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
@@ -173,8 +173,8 @@ class InitializedAxis:
             if not self.device_groups.any_spans_processes:
                 return None
             # If all ranks are in one process, receive buffers are allocated for each
-            # call. Memory that processes share has a fixed size, which must also
-            # include the padding of uneven splits.
+            # call. If several processes share memory, its size is fixed, and it must
+            # also contain the padding of uneven splits.
             holds = self.device_groups.capacity
             num_chunks = self.tp_size * num_splits
             needed = math.prod(batch) * checks.round_up(rows, num_chunks)
@@ -213,7 +213,7 @@ def _change():
 
 
 def add(axis: InitializedAxis) -> None:
-    """Registers an axis, so that calls find its overlaps by name ("qkv_fprop")."""
+    """Registers an initialized axis, so that calls find its overlaps by their names."""
     _AXES[axis.axis_name] = axis
     _change()
 
@@ -231,13 +231,13 @@ def axes() -> tuple[InitializedAxis, ...]:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """Returns an initialized mesh axis, or None unless it has `num_ranks` ranks."""
+    """Returns the initialized mesh axis if it has `num_ranks` ranks, else None."""
     axis = _AXES.get(axis_name)
     return axis if axis is not None and axis.tp_size == num_ranks else None
 
 
 def tuned_table(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
-    """Returns the table of fastest methods for "auto" calls on a mesh axis, or None.
+    """Returns the table from which "auto" calls take the fastest methods, or None.
 
     A table that `initialize_ub` was given for this axis takes precedence over the file
     `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
@@ -248,8 +248,8 @@ def tuned_table(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None
     return found.pop() if len(found) == 1 else tuned_file.process_table()
 
 
-# Checks the argument `use_fp8`. Without the check, a quantization mode would count as
-# True.
+# Checks the argument `use_fp8`. Without the check, a quantization mode that is passed
+# by mistake would count as True.
 check_use_fp8 = checks.option_check(
     lambda value: isinstance(value, int | np.bool_) and value in (0, 1),
     "a bool",

@@ -103,7 +103,7 @@ def xla_memory_share() -> float:
         share = float(text or 0.75)
     except ValueError:
         share = math.nan
-    # XLA reports an invalid fraction. Until then, its default of 0.75 is assumed.
+    # For an invalid fraction, XLA's default is returned. XLA reports the error itself.
     return min(share, 1.0) if share > 0 else 0.75
 
 
@@ -204,7 +204,7 @@ def version_of_file(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# A line of Python for error messages, which appends a flag to `XLA_FLAGS`.
+# A line of Python that appends a flag to `XLA_FLAGS`. Error messages show it as advice.
 ADDING_XLA_FLAGS = (
     'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
 )

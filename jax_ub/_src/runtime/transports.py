@@ -6,7 +6,8 @@ from typing import Any
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.communicators import DeviceGroups, Group
 
-# The result of `TransportSetup.endpoint_info` in each process, by process index.
+# The return values of `TransportSetup.endpoint_info` in all processes, by process
+# index.
 EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
@@ -82,7 +83,7 @@ class TransportSetup:
 
 
 class CpuTransportSetup(TransportSetup):
-    """Connects processes of one host by CPU memory that they map from each other."""
+    """Connects processes of one host by CPU memory that all of them map."""
 
     def open_endpoint(self, group):
         return cpu_engine.load().endpoint()
@@ -114,7 +115,7 @@ class CpuTransportSetup(TransportSetup):
 
 
 class CudaTransportSetup(TransportSetup):
-    """Connects GPUs by memory that each GPU allocates and the others map."""
+    """Connects GPUs by memory that each GPU allocates and all other GPUs map."""
 
     def groups(self):
         return [group for group in self._device_groups.groups if len(group) > 1]
@@ -149,7 +150,7 @@ class CudaTransportSetup(TransportSetup):
         return cuda_engine.load().why_not_connected(processes, offers) or None
 
     def connect(self, group, endpoint, infos, generation):
-        """Maps the heaps (shared memory) of all ranks on each GPU of this process."""
+        """Maps the memory heaps of all ranks on each GPU of this process."""
         if endpoint is None:
             return cuda_engine.load().connect_in_process(
                 name=self._device_groups.name,

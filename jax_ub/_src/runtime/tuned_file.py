@@ -28,19 +28,22 @@ from jax_ub._src.methods import (
 from jax_ub._src.output import version_of, write_json, writing
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 
-# Version of the file format. Must be incremented when a key changes its meaning.
+# Version of the format of tuned files, which store measured times and the fastest
+# methods. The version must be incremented when a key changes its meaning.
 SCHEMA = 1
-# Methods that a tuned file may select for ops with communication.
+# The methods that a tuned file may select for an op with communication.
 METHODS = tuple(each for each in Method if each not in (Method.AUTO, Method.BULK))
-# Op in tuned files: dgrad and wgrad of a column-parallel layer, timed together with
-# their all-gather and reduce-scatter. With "bulk", each collective is concurrent with a
-# GEMM that does not depend on it. The sizes M, K, N are those of the forward pass.
+# The name that tuned files use for the gradients of a column-parallel layer as one op.
+# Its dgrad and wgrad are timed together with their all-gather and reduce-scatter,
+# because with "bulk" each collective runs during a GEMM that does not depend on it. The
+# sizes M, K, N are those of the forward pass.
 COLUMN_GRADIENTS = "column_gradients"
-# Ops in tuned files that are GEMMs without communication. P (the number of ranks) is 1,
-# and the operands are [M, K] and [K, N]; a wgrad contracts their rows. The ops differ
-# in the layout of the operands and in what is added to the product.
+# The ops in tuned files that are GEMMs of one rank, without communication. M, K and N
+# are the sizes of the product, [M, K] times [K, N]. In a wgrad, K is the number of
+# tokens. The ops differ in the layout of the operands and in what is added to the
+# product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
-# The ops that a tuned file may contain. The first three combine a GEMM with
+# All ops that a tuned file may contain. The first three combine a GEMM with
 # communication.
 OPS = (
     "all_gather_matmul",
@@ -49,7 +52,8 @@ OPS = (
     COLUMN_GRADIENTS,
     *LOCAL_OPS,
 )
-# The libraries whose versions are part of an `Environment`.
+# The libraries whose versions an `Environment` contains, because the fastest methods
+# may differ between versions.
 _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 
@@ -169,7 +173,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Returns the methods of a tuned file that were measured in environment `here`."""
+    """Returns the methods that a tuned file has for `here`, a device and versions."""
     tunings = read(path)
     if here not in tunings:
         known = "; ".join(map(str, tunings)) or "nothing"
@@ -189,7 +193,7 @@ def process_table() -> TunedTable | None:
 
 
 def read_table(source: str, path: str) -> TunedTable:
-    """Reads the table of fastest methods for this process's devices from a tuned file.
+    """Reads the fastest methods for this process's kind of device from a tuned file.
 
     The result is cached until the file changes. Errors begin with `source`, which names
     the argument or the environment variable that has the path.
