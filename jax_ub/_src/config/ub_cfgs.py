@@ -214,7 +214,7 @@ def resolve(
 
 
 def _is_displaced(name, entries, resolved):
-    """Returns whether `name` is a wgrad without communication, due to its dgrad."""
+    """Returns whether `name` is a wgrad whose reduce-scatter the dgrad performs."""
     if NAMES.get(name) != (Method.BULK, _RS):  # not the wgrad of a column layer
         return False
     dgrad = f"{split_name(name)[0]}_{DGRAD}"

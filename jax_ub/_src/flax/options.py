@@ -137,7 +137,7 @@ def promoted(
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns the name by which `initialize_ub` configures the layer, or None.
+    """Returns the layer's name in `initialize_ub`, or None if the layer has none.
 
     Without sequence parallelism there is none, because an all-reduce has no named
     overlap.

@@ -67,7 +67,7 @@ class FusedOperation(Operation):
 
     @classmethod
     def unfused_reasons(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns by index why operations that resemble the pattern are not fused.
+        """Returns, by index, why operations that resemble the pattern are not fused.
 
         `explain()` reports the reasons. Their keys are indices into `ops`, the argument
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there

@@ -47,7 +47,7 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.runtime import registry
 
 # The registered fusions of each pass, in Transformer Engine's order. They run in this
-# order, and a fusion cannot fuse operations that an earlier one has fused.
+# order, and a fusion cannot fuse operations that an earlier fusion has fused.
 _FUSIONS: dict[str, list[Fusion]] = {
     "joint": [],
     "forward": [

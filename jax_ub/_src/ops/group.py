@@ -180,9 +180,9 @@ class OperationGroup:
         _, edges, (_, xs) = jax.eval_shape(
             lambda operands: _run_operations(None, group, operands, nothing), operands
         )
-        # The types are saved as residuals. A type that no gradient needs is replaced by
-        # an empty array, so that the tree structure of the residuals does not depend on
-        # which gradients are requested.
+        # The cotangent types are saved as residuals. A type that no gradient needs is
+        # replaced by an empty array, so that the tree structure of the residuals does
+        # not depend on which gradients are requested.
         x_avals = tuple(
             cotangent_aval(x) if need.x else placeholder()
             for need, x in zip(needs, xs, strict=True)
@@ -249,9 +249,9 @@ def _group_fwd(configuration, group, operands, saves):
         if "main_grad" not in params:
             check_sources(op.label, **params)
     values = jax.tree.map(lambda operand: operand.value, operands)
-    # These types are saved as residuals. The tree structure of the residuals must not
-    # depend on which gradients are requested (see `residual_or_placeholder`), so an
-    # operand without a gradient has a placeholder instead of None.
+    # The cotangent types are saved as residuals. The tree structure of the residuals
+    # must not depend on which gradients are requested (see `residual_or_placeholder`),
+    # so an operand without a gradient has a placeholder instead of None.
     avals = jax.tree.map(
         lambda operand: (
             cotangent_aval(operand.value) if operand.perturbed else placeholder()

@@ -332,7 +332,7 @@ def _merge(op, weights, others):
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Replaces the gradient of each kernel that has a "main_grad" by the "main_grad".
+    """Replaces the gradient of each kernel that has a "main_grad" by that "main_grad".
 
     Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
 

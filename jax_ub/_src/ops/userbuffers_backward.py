@@ -180,7 +180,7 @@ def _required(config, name, array, of, is_wanted):
 
 
 def _check_gradients(config, dy, x, w, main_grad, residual):
-    """Checks the operands of the backward: input and weight, dy and the addends."""
+    """Checks the operands of the backward pass: dy, input, weight, and the addends."""
     label, gathers = config.label, config.mode.gathers_x
     check_activation(config, "grad_output", dy)
     if w is not None:

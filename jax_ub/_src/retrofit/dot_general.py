@@ -52,7 +52,7 @@ def dot_general(  # noqa: PLR0913, options of a layer
     fsdp_axes: tuple[str, ...] | str = (),
     fp8: Recipe | None = None,
 ) -> "DotGeneral":
-    """Makes a `dot_general` for dense layers such as `nn.Dense` and `nnx.Linear`.
+    """Makes a `dot_general` that overlaps communication, for layers like `nn.Dense`.
 
         nn.Dense(features, dot_general=ub.dot_general("column"))
 

@@ -91,7 +91,7 @@ def _compiled(pattern):
 
 
 def _code_of(function: Any) -> Any:
-    """Returns the code object of a Python function, which may be under a `jax.jit`."""
+    """Returns the code object of a function, which `jax.jit` may have wrapped."""
     return getattr(getattr(function, "__wrapped__", function), "__code__", None)
 
 

@@ -5,8 +5,8 @@ import contextlib
 import jax
 from jax import export
 
-# Registers `ScaledArray` with JAX, so that programs that take or return it can be
-# deserialized.
+# This import registers `ScaledArray` with JAX, so that programs that take or return a
+# `ScaledArray` can be deserialized.
 from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine

@@ -31,12 +31,12 @@ Key = tuple[str, Group]  # with the platform, because the ids of each begin at 0
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
-# Largest number of bytes that a rank sends in a one-shot all-reduce on GPUs, unless a
-# tuned file selects the method. In a one-shot all-reduce, each of P ranks sends its S
-# bytes to all peers, S (P - 1) bytes together. A reduce-scatter and an all-gather send
-# 2 S (P - 1) / P bytes, but need a second handshake. The limit is what NVLink moves at
-# 450 GB/s (H100) in the 6 us of a handshake (`handshake_s` of the simulator). Neither
-# number was measured here.
+# Unless a tuned file selects the method, an all-reduce on GPUs is one-shot if each rank
+# sends at most this many bytes. One-shot means that each of P ranks sends its array of
+# S bytes to all peers, S (P - 1) bytes together. A reduce-scatter and an all-gather
+# send only 2 S (P - 1) / P bytes, but need a second handshake. The limit is what NVLink
+# moves at 450 GB/s (H100) in the 6 us of a handshake (`handshake_s` of the simulator).
+# Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000
 # Seconds between two checks whether the programs in flight have ended.
 _POLL_S = 0.002
@@ -252,7 +252,7 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Registers new connections, which are closed at process exit at the latest."""
+    """Registers new connections, and arranges that process exit closes them."""
     _CONNECTIONS.update((one.key, one) for one in made)
     if made:
         _close_at_exit()
@@ -298,7 +298,7 @@ def finish_launches(kept: Collection[Key]) -> None:
             for client in clients
             for result in _launch_after_all(client.local_devices())
         ]
-    # JAX rejects the mesh while it traces a program, and may have no memory left. The
+    # JAX raises an error here if it is tracing a program or has no memory left. The
     # error is ignored, because the caller must close the connections in any case.
     except (ValueError, jax.errors.JaxRuntimeError):
         return

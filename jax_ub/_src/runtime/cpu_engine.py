@@ -42,7 +42,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Imports the CPU engine `jax_ub._cpu`, and checks that it fits the jaxlib.
+    """Imports the CPU engine `jax_ub._cpu`, and checks that jaxlib supports it.
 
     It neither registers handlers nor starts a backend: if jaxlib rejects a handler, the
     whole backend fails to start.
@@ -59,7 +59,7 @@ def load() -> types.ModuleType:
 def load_module(
     name: str, missing: str, how_to_get_it: Callable[[], str]
 ) -> types.ModuleType:
-    """Imports a compiled engine, and checks that its FFI API version fits the jaxlib.
+    """Imports a compiled engine, and checks that jaxlib supports its FFI API version.
 
     `missing` is the text of the error for an engine that was not built. `how_to_get_it`
     returns the advice for an engine that is missing or that the dynamic linker rejects.

@@ -34,7 +34,7 @@ Array = tuple[str, tuple[int, ...]]  # dtype and shape
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Imports the CUDA engine `jax_ub._cuda`, and checks that it fits the jaxlib.
+    """Imports the CUDA engine `jax_ub._cuda`, and checks that jaxlib supports it.
 
     It needs no driver and registers no handlers.
 

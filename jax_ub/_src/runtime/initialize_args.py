@@ -202,7 +202,8 @@ def make_initialized_axis(
     checked here.
     """
     # If `ub_cfgs` is not the path of a tuned file, the methods come from the file that
-    # `JAX_UB_TUNED` names. They must be equal in all processes, which compare them.
+    # `JAX_UB_TUNED` names. The processes compare the methods, which must be equal in
+    # all of them.
     if not isinstance(ub_cfgs, str | os.PathLike):
         choices = tuned_file.process_table()
     else:

@@ -60,7 +60,7 @@ class LayerName(str):
         return not self == other
 
     def __hash__(self) -> int:
-        """Returns a hash that differs from `str`, so that caches separate the types."""
+        """Returns a hash unlike that of `str`, so that caches separate both types."""
         return hash((LayerName, str(self)))
 
 
