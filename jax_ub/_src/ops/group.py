@@ -67,7 +67,7 @@ class ExtraTensorEdges:
         return tuple(edge for edge in read if edge not in produced)
 
     def within(self, start: int, end: int) -> "ExtraTensorEdges":
-        """Returns the edges of the operations [start, end) of the list."""
+        """Returns the edges of only the operations with indices [start, end)."""
         outputs = self.outputs[start:end]
         wanted = {*self.to_outside, *itertools.chain(*self.inputs[end:])}
         read = tuple(edge for edge in itertools.chain(*outputs) if edge in wanted)

@@ -176,7 +176,7 @@ def get_ub(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Overlap:
-    """Returns a named overlap of `initialize_ub`: its settings and buffer size.
+    """Returns the settings and the buffer size of an overlap, such as "qkv_fprop".
 
     Transformer Engine: `get_ub`.
 

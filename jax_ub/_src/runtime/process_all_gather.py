@@ -266,10 +266,10 @@ class ProcessAllGather:
         self._write_own()
         for is_over in self._polls(timeout_s):
             how = self._lost(self._coordinator)
-            # The coordinator's message must be read before the answer. A coordinator
-            # that restarts first answers with the failure and then writes a new number.
-            # A member that sees the new number therefore also sees the failure, and
-            # does not send values of the old attempt to the new one.
+            # The coordinator's message must be read before the answer. If the
+            # coordinator restarts, it first answers with the failure, and then writes a
+            # new number. So a member that reads the new number also reads the failure,
+            # and sends no values of the old attempt to the new attempt.
             coordinator = _read(self._store, "coordinator")
             answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):

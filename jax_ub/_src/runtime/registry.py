@@ -124,7 +124,7 @@ class CommOverlap(Overlap):
 
 
 class CommOverlapP2P(Overlap):
-    """A named overlap whose method is "ring_exchange".
+    """The settings and the buffer of calls whose method is "ring_exchange".
 
     It has the attributes of `CommOverlap`.
 
@@ -311,7 +311,7 @@ def find(
     *,
     is_fp8: bool = False,
 ) -> dict[str, Overlap]:
-    """Returns the named overlaps of a layer, by pass ("fprop", "dgrad", "wgrad").
+    """Returns what `initialize_ub` has configured for a layer: an overlap per pass.
 
     Args:
         label: the call, for errors.
