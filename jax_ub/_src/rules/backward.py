@@ -71,9 +71,9 @@ def column_gradients(
         config = config.with_tuned_method(COLUMN_GRADIENTS, *sizes)
         is_bulk = config.uses_bulk
     else:
-        # If the forward pass has saved the gathered x, the backward pass gathers no x,
-        # and nothing could overlap with the dgrad. Method "auto" then does not become
-        # "bulk".
+        # If the forward pass has saved the gathered x, the backward pass has no
+        # all-gather that could overlap with the dgrad GEMM. Method "auto" then does not
+        # select "bulk".
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
     # dx stays in f32 until the residual is added, so that the sum is rounded once.
     config = dataclasses.replace(
@@ -133,10 +133,10 @@ def _column_wgrad(config, x, gathered, dys, main_grads):
 
 
 def _column_bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
-    # The all-gather of x overlaps with the dgrad GEMM, dy w^T. The reduce-scatter of
-    # the dgrad's partial sums then overlaps with the wgrad GEMM, x^T dy. Unless a
-    # method is configured for the wgrad, it has the dgrad's method, which may come from
-    # a tuned file.
+    # The all-gather of x overlaps with the dgrad GEMM (dy w^T). The reduce-scatter of
+    # the partial sums of this GEMM then overlaps with the wgrad GEMM (x^T dy). A wgrad
+    # without a configured method has the method of the dgrad, which may come from a
+    # file that the `tune` command wrote.
     wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))
     if gathered is None:
@@ -196,8 +196,8 @@ def row_gradients(
 
 def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dy = as_factor(dy, config.dtype)
-    # The wgrad uses the dy that the dgrad has all-gathered, unless the method reads dy
-    # directly from the peers' memory.
+    # The dgrad all-gathers dy, and the wgrad uses the result again. Methods that read
+    # dy directly from the peers' memory store no gathered dy.
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
     if ws is not None:
@@ -219,8 +219,8 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    # Only if y was all-reduced (GEMM+AR), dy may still have to be summed over the
-    # ranks. If dy is FP8, `scaled_gradients` has summed it already, before it quantized
+    # If y was all-reduced, dy may be a partial sum, which must be summed over the
+    # ranks. An FP8 dy is a complete sum: `scaled_gradients` sums dy before it quantizes
     # the sum.
     is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
     if not is_summed and is_partial(config, dy):
@@ -228,8 +228,9 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
     dy = as_factor(dy, config.dtype)
     dx = None
     if ws is not None:
-        # If all ranks have the same x, each rank computes only a part of dx from its
-        # shard of the kernel. A GEMM with an all-reduce sums the parts of all ranks.
+        # If all ranks have the same x, each rank computes a partial sum of dx from its
+        # shard of the kernel. A GEMM with an all-reduce adds the partial sums of all
+        # ranks.
         replicated = config.is_x_replicated
         product = dgrad_config(
             config.dgrad if replicated else config,
@@ -243,9 +244,9 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def dgrad_config(config: CallConfig, mode: ParallelMode, **fields) -> CallConfig:
-    """Returns the settings of a dgrad: the forward pass of `mode`, kernels transposed.
+    """Returns the settings to run a dgrad as a forward pass with transposed kernels.
 
-    `fields` replace other settings.
+    `mode` is the parallel mode of this forward pass. `fields` replace other settings.
     """
     return dataclasses.replace(
         config, mode=mode, rhs_transposed=not config.rhs_transposed, **fields
@@ -253,7 +254,7 @@ def dgrad_config(config: CallConfig, mode: ParallelMode, **fields) -> CallConfig
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy is a partial sum over the ranks, for an all-reduced y.
+    """Returns whether the gradient dy of an all-reduced y is a partial sum.
 
     With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
     This happens inside a fused operation if the result is added to a varying array.

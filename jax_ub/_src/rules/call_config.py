@@ -36,7 +36,7 @@ _LOCAL = mode_of(None, False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Settings of one call of a linear layer: its ranks, dtypes, and methods by pass.
+    """Settings of one call of a linear layer: ranks, dtypes and a method for each pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -109,14 +109,14 @@ class CallConfig:
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
-        """Returns a copy with these dtypes. `out_dtype` is `dtype` by default."""
+        """Returns a copy with other dtypes. The default of `out_dtype` is `dtype`."""
         out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of the kernel [in, out] of which w is a shard."""
+        """Returns shape [in, out] and dtype of a kernel, given w, its FSDP shard."""
         shapes.check_array(self.label, "w", w)
         shape = list(w.shape)
         if self.shards is not None:
@@ -127,27 +127,27 @@ class CallConfig:
 
     @property
     def contracted_dim(self) -> int:
-        """Returns the dimension of a stored kernel that the forward pass contracts."""
+        """Returns which dimension of a kernel the forward pass contracts: 0 or 1."""
         return 1 if self.rhs_transposed else 0
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Returns a copy with the method of the dgrad (gradient of x)."""
+        """Returns these settings for the dgrad, the GEMM for the gradient of x."""
         return self._with_choice(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Returns a copy with the method of the kernel gradient's GEMM, the wgrad."""
+        """Returns these settings for the wgrad, the GEMM for the kernel's gradient."""
         return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
     def _with_choice(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """Returns a copy in which the fastest measured method replaces "auto".
+        """Replaces method "auto" by the method that was measured as the fastest.
 
-        Other methods are kept. All ranks read the same table, from a tuned file, and
-        look up the same op and global sizes, so they make the same choice.
+        Other methods are kept. All ranks read the same table, from a file of the `tune`
+        command, and look up the same op and global sizes, so they make the same choice.
         """
         if self.method is not Method.AUTO or not self.tuned or self.choice.sends_fp8:
             return self
@@ -204,21 +204,22 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Returns whether an AG+GEMM stores the gathered operand for the wgrad."""
+        """Returns whether AG+GEMM stores the gathered operand, for use by the wgrad."""
         return self.gathers_first or self._is_auto_on_gpus
 
     @property
     def gathers_first(self) -> bool:
-        """Returns whether an operand of a wgrad is gathered before the GEMM starts."""
+        """Returns whether a wgrad all-gathers an operand before its GEMM starts."""
         sends_fp8 = self.choice.sends_fp8
         return not self.overlap or sends_fp8 or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:
-        """Returns whether a column-parallel layer's dgrad overlaps an all-gather of x.
+        """Returns whether the dgrad overlaps with the all-gather of x for the wgrad.
 
-        On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
-        have arrived, so a gather within the wgrad would overlap with nothing.
+        Used for column-parallel layers. On GPUs "auto" does so, too: there a wgrad
+        starts only after all gathered rows have arrived, so a gather within the wgrad
+        would overlap with nothing.
         """
         return self.method is Method.BULK or self._is_auto_on_gpus
 
@@ -238,7 +239,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the settings of a GEMM that overlaps a collective of its own data.
+        """Returns the settings for a GEMM that overlaps with its own communication.
 
         Chunks of its operand or result are sent while other chunks are multiplied.
         """
@@ -268,7 +269,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns the settings for a GEMM of the layer that does not communicate.
+        """Returns the settings for a GEMM of the layer that needs no communication.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -360,8 +361,8 @@ def plan_call_config(  # noqa: PLR0913, options of a layer
     )
     is_automatic = chosen is Method.AUTO or is_configured
     is_on_cuda = cuda_engine.is_traced_for()
-    # A tuned file lists the methods that were fastest on JAX's default backend, so it
-    # does not apply to devices of another platform.
+    # A tuned file, written by the `tune` command, lists the methods that were fastest
+    # on JAX's default backend. It does not apply to devices of another platform.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = registry.tuned_table(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
@@ -370,7 +371,7 @@ def plan_call_config(  # noqa: PLR0913, options of a layer
         # if a method is configured for the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence over the layer's `ub_*` flags.
-    # `OverlapFlags.check` has verified that they do not contradict each other.
+    # `OverlapFlags.check` has verified that the flags do not contradict the method.
     has_method = methods.resolve(label, method, None) is not Method.AUTO
     if flags is not None and flags.given and not has_method:
         choices |= _choices_with_flags(mode, label, flags, choices, found)
@@ -391,7 +392,7 @@ def plan_call_config(  # noqa: PLR0913, options of a layer
 
 
 def _choices_by_pass(mode, label, found):
-    """Returns a layer's methods from `initialize_ub`, by pass, such as "dgrad"."""
+    """Returns the methods that `initialize_ub` configured for the passes of a layer."""
     choices = {}
     for direction in PASSES:
         overlap = found.get(direction)
@@ -425,12 +426,12 @@ def _check_communication(mode, label, direction, overlap: Overlap):
 
 
 def _choices_with_flags(mode, label, flags, choices, found):
-    """Returns the methods that flags such as `ub_overlap_ag` select, by direction."""
+    """Returns the methods that flags such as `ub_overlap_ag` select for each pass."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
     # Raises an error if a flag contradicts the method that `initialize_ub` configured
-    # for a pass. The flag of the dgrad also applies to the wgrad, which has the dgrad's
-    # method unless it is configured separately.
+    # for a pass. A flag of the dgrad also applies to the wgrad, which has the dgrad's
+    # method unless the wgrad is configured separately.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:
@@ -451,9 +452,10 @@ def _choices_with_flags(mode, label, flags, choices, found):
 
 
 def _flagged(choice, flag, *, gathers):
-    """Applies a `ub_*` flag: True overlaps, False is plain JAX, None keeps the method.
+    """Returns the method of a pass after applying the layer's `ub_*` flag for the pass.
 
-    The GEMM overlaps with an all-gather if `gathers`, else with a reduce-scatter.
+    None keeps `choice`, False selects plain JAX, and True a method that overlaps the
+    GEMM with an all-gather if `gathers`, or else with a reduce-scatter.
     """
     if flag is None:
         return choice
@@ -465,7 +467,7 @@ def _flagged(choice, flag, *, gathers):
 
 
 def _engine_method(*, gathers):
-    """Returns the engine's default method to overlap an all-gather or reduce-scatter.
+    """Returns the engine's default method for an all-gather or a reduce-scatter.
 
     Unlike "auto", this method never falls back to plain XLA.
     """

@@ -38,10 +38,11 @@ from jax_ub._src.scaled_array import (
     with_scalar_scale,
 )
 
-# Reason, for reports, why partial sums that are sent as FP8 do not overlap with their
-# GEMM.
+# The reason that `ub.fallbacks` gives if partial sums are sent as FP8. Their GEMM then
+# does not overlap with the communication.
 BY_ALL_TO_ALL = "its partial sums are sent as FP8, by XLA's all-to-all"
-# The amax of a sent row counts as at least this number, whose e4m3 scale is 2^-126.
+# Lower bound of the amax (largest absolute value) of a row that is sent as e4m3. It
+# keeps scales at or above 2^-126, the smallest normal f32 number.
 _LEAST_SENT = 2.0**-118
 
 
@@ -52,7 +53,7 @@ def forward_of(config: CallConfig) -> Callable[..., Any]:
 def with_f64_fallback(
     config: CallConfig, x: Any
 ) -> tuple[CallConfig, AbstractContextManager[Any]]:
-    """Selects plain `jax.lax` if x is f64, because the engine multiplies no f64.
+    """Selects plain `jax.lax` if x is f64, because the engine has no f64 GEMM.
 
     An explicit method is kept.
 
@@ -66,7 +67,7 @@ def with_f64_fallback(
 
 
 def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:
-    """Returns whether JAX differentiates a layer, so that it needs no `custom_vjp`.
+    """Returns whether JAX differentiates a layer itself, without a `custom_vjp`.
 
     These are layers over an axis of `jax.vmap`, outside of which a backward rule might
     run, and layers in plain `jax.lax` outside of `shard_map`, for whose gradients JAX
@@ -172,10 +173,10 @@ def row_forward(
 
 
 def _rank_kernels(config, ws):
-    """Returns the whole kernels that one rank multiplies.
+    """Returns the kernels of one rank, and all-gathers those that FSDP shards.
 
-    Their FP8 scales per tensor are scalars, since no GEMM also reads other ranks'
-    kernels.
+    FP8 scales per tensor become scalars, because no GEMM also reads the kernels of
+    other tensor-parallel ranks.
     """
     return map_scaled(with_scalar_scale, whole_kernels(config, ws))
 
@@ -199,21 +200,21 @@ def is_replicated(config: CallConfig, x: Any) -> bool:
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
-    """All-gathers the rows of x, and sends them as FP8 if so configured."""
+    """All-gathers the rows of x. The rows are sent as FP8 if so configured."""
     return _widened(x, collectives.all_gather(execution, _as_sent(execution, x)))
 
 
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
-    """All-gathers x concurrently with a dgrad GEMM, and sends FP8 if so configured."""
+    """All-gathers x, as FP8 if so configured, concurrently with a dgrad GEMM."""
     rows = _as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
     return dx, _widened(x, gathered)
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Reduce-scatters the rows of x, and sends them as FP8 if so configured."""
+    """Reduce-scatters the rows of x. The rows are sent as FP8 if so configured."""
     return _scatter_of(execution, x)(execution, x, out_dtype=out_dtype)
 
 
@@ -222,7 +223,7 @@ def _scatter_of(execution, x):
 
 
 def _scatter_fp8(execution, x, *, out_dtype):
-    """Sends the rows of x as FP8 by XLA's all-to-all, and adds them in f32."""
+    """Reduce-scatters x: an all-to-all sends rows as FP8, which are added in f32."""
     with lowering_log.falling_back(execution.label, BY_ALL_TO_ALL):
         quantized = _quantized(x)
         rows, _ = packed(quantized)
@@ -239,10 +240,10 @@ def _scatter_fp8(execution, x, *, out_dtype):
 def _column_splits(
     config: CallConfig, reducing: Execution, ws: tuple[Operand, ...]
 ) -> list[tuple[Operand, ...]]:
-    """Returns the kernels of each split of a GEMM whose sums are reduced on their own.
+    """Splits kernels by columns into parts whose products are reduced separately.
 
     With overlap, "pipeline" splits the columns, so that XLA may overlap the GEMM of one
-    split with the collective of another one.
+    part with the collective of another part. Otherwise there is one part.
     """
     axis = 1 - config.contracted_dim
     num_columns = ws[0].shape[axis]
@@ -258,7 +259,7 @@ def _column_splits(
 
 
 def _has_blocks(w, axis):
-    """Returns whether an FP8 kernel has one scale per block of several columns."""
+    """Returns whether an FP8 kernel has one scale for each block of columns."""
     return (
         is_scaled(w) and w.scales.ndim > 0 and 1 < w.scales.shape[axis] < w.shape[axis]
     )
@@ -280,7 +281,7 @@ def _sends_fp8(execution, x):
 
 
 def _as_sent(execution: Execution, x: Operand) -> Operand:
-    """Returns x as it is sent in an all-gather: quantized to FP8 if so configured."""
+    """Returns x as an all-gather sends it: quantized to FP8 if so configured."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
     return _quantized(x)
@@ -300,7 +301,7 @@ def _widened(x: Operand, gathered: Any) -> Any:
 
 
 def _dequantized(received, dtype):
-    """Dequantizes rows that were quantized from `dtype` to be sent as FP8.
+    """Dequantizes rows that were sent as FP8 to their original dtype, `dtype`.
 
     The largest numbers of a dtype may be rounded up when they are quantized. They are
     clipped to the range of the dtype, so that they do not become infinite.

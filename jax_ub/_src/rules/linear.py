@@ -168,7 +168,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> Any:
-    """Computes `all_gather(x) @ w` for a column-parallel kernel, overlapped (AG+GEMM).
+    """Computes `all_gather(x) @ w`, and overlaps all-gather and GEMM (AG+GEMM).
 
     Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,
     summed in f32 and rounded once.
@@ -247,7 +247,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Computes `reduce_scatter(x @ w)` for a row-parallel kernel, overlapped (GEMM+RS).
+    """Computes `reduce_scatter(x @ w)`, and overlaps GEMM and reduce-scatter (GEMM+RS).
 
     Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
     tiled=True) + bias + residual`, summed in f32 and rounded once. The backward pass
@@ -320,7 +320,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Computes `all_reduce(x @ w)` for a row-parallel kernel, overlapped (GEMM+AR).
+    """Computes `all_reduce(x @ w)`, and overlaps GEMM and all-reduce (GEMM+AR).
 
     Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
     rounded once. Bias and residual are the same on every rank and are added once, after
@@ -465,8 +465,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     )
     own = frozenset(config.axis_name)
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
-    # The operands are cast to vary outside of the custom_vjp, so that JAX sums their
-    # gradients over the axes that the casts add.
+    # The operands are cast before the `custom_vjp` is called. The transposes of the
+    # casts sum the gradients over the mesh axes that the casts add.
     x = pcast_operands(x, axes - own if config.is_x_replicated else axes)
     ws = pcast_operands(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes

@@ -103,9 +103,9 @@ def _compute_dgrad_add(config, dy, w, residual):
 
 
 def _differentiable(compute, *names):
-    """Makes a function differentiable, by the gradients of the same call in plain JAX.
+    """Makes an op differentiable. Its gradients are those of the same op in plain JAX.
 
-    Operands that are FP8 are dequantized for the gradients, which their `source`
+    FP8 operands are dequantized to compute the gradients, which their `source`
     receives. `names` are the names of all operands. The result has the sharding of the
     last operand.
     """

@@ -151,7 +151,7 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns operands by name: {"x": x, "w": w}, or "w[0]", ... for more kernels."""
+    """Returns a dict of operands: "x" and "w", or "w[0]", ... for several kernels."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 
@@ -213,7 +213,7 @@ def check_formats(label: str, **operands: ScaledArray) -> None:
 
 
 def _check_same_scales(label, ws):
-    """Raises an error if only some of several FP8 kernels have scales of blocks."""
+    """Raises an error if only some of several FP8 kernels have block scales."""
     first = ws[0]
     for i, w in enumerate(ws):
         if is_scaled(w) and is_scaled(first) and w.scales.dtype != first.scales.dtype:
@@ -254,10 +254,10 @@ def is_per_row(operand, contracted):
 
 
 def _check_agreed(label, name, operand, contracted, axes):
-    """Raises an error if ranks with parts of one FP8 tensor have different scales.
+    """Raises an error if ranks that share an FP8 tensor have different scales for it.
 
-    `axes` are the mesh axes of these ranks. Only `jax.shard_map(check_vma=True)` knows
-    whether the scale differs.
+    `axes` are the mesh axes of these ranks. Without `jax.shard_map(check_vma=True)` it
+    is unknown whether the scale differs.
     """
     differs = vma.axes_of(operand.scales).intersection(axes)
     if differs and operand.scaling == "tensor" and not is_per_row(operand, contracted):
@@ -268,7 +268,7 @@ def _check_agreed(label, name, operand, contracted, axes):
 
 
 def pcast_operands(tree: Any, axes: Any) -> Any:
-    """Casts operands to vary over mesh axes, except for the scales of FP8 operands.
+    """Casts operands to vary over mesh axes, but not the scales of FP8 operands.
 
     The scales of a returned `ScaledArray` therefore keep their type.
     """
@@ -285,7 +285,7 @@ def pcast_operands(tree: Any, axes: Any) -> Any:
 def claim_main_grads(
     op: str, main_grads: Sequence[Any], ws: Sequence[jax.Array | ScaledArray]
 ) -> tuple[jax.Array, ...]:
-    """Returns the gradient accumulators for use by one call.
+    """Marks gradient accumulators as used by one call, and returns them.
 
     Raises:
         ShapeContractError: if an accumulator does not fit its kernel, or when JAX

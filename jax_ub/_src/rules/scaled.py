@@ -61,7 +61,7 @@ def _with_scalar_scales(
     is_x_agreed: bool = False,
     is_w_agreed: bool = False,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Reshapes per-tensor FP8 scales to scalars, unless ranks may have different ones.
+    """Reshapes per-tensor FP8 scales to scalars, unless they may differ between ranks.
 
     If a scale of a gathered or contracted tensor may differ, all its sizes are 1, and
     it belongs to the rows or columns of its rank. An operand is agreed if a recipe has
@@ -73,17 +73,19 @@ def _with_scalar_scales(
             return operand
         return with_scale_of_shape(operand, (1,) * operand.ndim if differs else ())
 
-    # Operands without a recipe may have a different scale on each rank. Without
-    # `check_vma` this is assumed of scales that have the shape of scales per row, also
-    # if there is only one row or column, and of kernels whose scales need no agreement.
+    # An operand that the caller quantized may have a different scale on each rank. With
+    # `check_vma=True`, the type of the scale says whether it differs. Otherwise
+    # `is_assumed` is returned. It is True for scales with the shape of per-row scales,
+    # and for column-parallel kernels, whose scales need not agree.
     def differs(operand, is_assumed):
         if config.is_vma_checked:
             return bool(config.varying(operand.scales))
         return is_assumed
 
     def w_differs(w):
-        # The dgrad of a column-parallel layer contracts over the kernels of all ranks.
-        # On CPUs it is one GEMM; on GPUs each rank multiplies only by its own kernel.
+        # On CPUs, the dgrad of a column-parallel layer is one GEMM over the kernels of
+        # all ranks, which may have different scales. On GPUs, each rank multiplies only
+        # by its own kernel.
         is_column = config.mode.parallel == COLUMN
         if is_w_agreed or not has_peers or (is_column and config.is_on_cuda):
             return False
@@ -124,10 +126,10 @@ def scaled_gradients(
 
 
 def _dequantized(config, saved, gathers_x):
-    """Dequantizes the saved FP8 operands that the engine multiplies only by FP8.
+    """Dequantizes saved FP8 operands that the engine cannot multiply by a wide dy.
 
-    `gathers_x` is whether the kernel gradients need rows of x from other ranks. The
-    rows are then gathered before x is dequantized.
+    A wide dy is not FP8. `gathers_x` is whether the kernel gradients need rows of x
+    from other ranks. The rows are then gathered before x is dequantized.
     """
     x, gathered, ws = (saved[name] for name in ("x", "gathered", "ws"))
     if gathers_x and is_scaled(x) and not _multiplies_wide(config, x):
@@ -139,7 +141,7 @@ def _dequantized(config, saved, gathers_x):
         return operand if keeps else operand.dequantize(config.dtype)
 
     x, gathered = map_scaled(factor, (x, gathered))
-    # One GEMM, the dgrad, reads all kernels, so they must have the same dtype.
+    # The dgrad is one GEMM that reads all kernels, so they must have the same dtype.
     kernels = ws or ()
     has_one_dtype = len({w.dtype for w in kernels}) <= 1
     keeps = all(_multiplies_wide(config, w, is_kernel=True) for w in kernels)
@@ -180,9 +182,9 @@ def quantized(
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
     """Quantizes a layer's operands to FP8 by its recipe, `config.fp8`.
 
-    Without a recipe, all operands are FP8 already. `roles` are those of the state.
-    Without "input", x is FP8 already. Kernels may be FP8 already, too; then their state
-    does not change.
+    Without a recipe, all operands are FP8 already. `roles` are the roles for which the
+    state has scales. If "input" is not one of them, x is FP8 already. Kernels may be
+    FP8 already, too; then their state does not change.
 
     Returns:
         x, the kernels, and the last operands of the layer's function: the state for the
@@ -194,7 +196,8 @@ def quantized(
             f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out fp8_state."
         )
     if config.is_mapped:
-        # JAX differentiates the call without the `custom_vjp`, which FP8 operands need.
+        # Over an axis of `jax.vmap`, JAX differentiates the call itself. The gradients
+        # of FP8 operands need the `custom_vjp`.
         raise UnsupportedOverlapError(
             f"{label}: FP8 operands over {config.axis_name}, an axis of jax.vmap. Use "
             "jax.shard_map."
@@ -202,7 +205,7 @@ def quantized(
     if recipe is None:
         return *_with_scalar_scales(config, x, ws), (None,)
     check_layer_recipe(label, recipe)
-    # The caller may have quantized the kernels, once for several calls.
+    # The caller may have quantized the kernels, to use them in several calls.
     given = ws if all(map(is_scaled, ws)) else ()
     wide = by_name(x, () if given else ws)
     if INPUT not in roles:
@@ -248,7 +251,7 @@ def quantized(
 
 
 def _check_given_kernel(config, x, w):
-    """Raises an error if an FP8 kernel of the caller does not fit a layer's recipe."""
+    """Raises an error if a kernel that the caller quantized does not fit the recipe."""
     dtype = config.fp8.fp8_format.dtype(KERNEL)
     if w.dtype != dtype:
         raise ShapeContractError(
@@ -277,8 +280,8 @@ def with_whole_blocks(
     has_whole_blocks = ws[0].shape[shards.dim] % MXFP8_BLOCK == 0
     if has_whole_blocks or shards.dim != config.contracted_dim:
         return config, ws
-    # The cast keeps JAX from summing the gradients of whole kernels over the other
-    # replicas before they are reduce-scattered.
+    # Without the cast, JAX would sum the gradients of whole kernels over the other
+    # replicas before the gradients are reduce-scattered.
     ws = vma.pcast_varying(ws, vma.axes_of(x))
     return dataclasses.replace(config, shards=None), whole_kernels(config, ws)
 

@@ -58,16 +58,16 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
         _check_unsharded_features(config, *values[:3])
         ys, gathered = rule(config, *not_reduced(values))
-        # With main_grads, the kernels' gradients are added to main_grads, so only these
-        # decide whether a gradient is needed. stop_gradient on ws would have the same
+        # With main_grads, the kernel gradients are part of the gradients of main_grads,
+        # so they are needed only if those are. stop_gradient on ws would have the same
         # effect, but a scan over layers would save its result as another residual.
         wants_dw = needs(ws if main_grads is None else main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         values = map_scaled(without_source, values)
-        # With an FP8 recipe, x already has this checkpoint name. With a second name, a
-        # checkpoint policy would save x twice.
+        # With an FP8 recipe, x already has this checkpoint name. If it got the name
+        # again, a checkpoint policy would save x twice.
         x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
             # The wgrad reads the gathered x instead, if the forward pass has stored it.
@@ -98,9 +98,9 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         )
         of_whole = dataclasses.replace(config, shards=None)
         if config.shards is not None:
-            # The barrier makes XLA gather the kernels only when dy is known. It also
-            # keeps XLA from reusing the kernels that the forward pass gathered, which
-            # would stay in memory until then.
+            # The barrier makes XLA gather the kernels only when dy is known. Otherwise
+            # XLA might reuse the kernels that the forward pass gathered, which would
+            # then stay in memory until the backward pass.
             shards, _ = lax.optimization_barrier((saved["ws"], live))
             saved["ws"] = whole_kernels(config, shards)
             saved["main_grads"] = _padded_with_zeros(config, main_grads)
@@ -140,8 +140,8 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
         if not is_scaled(w):
             return gather(w)
         values, scales = map(_as_bits, (w.values, w.scales))
-        # If the contracted dimension is sharded, all shards have the whole scales per
-        # row or column already.
+        # Scales per column are sharded only if the columns are. If FSDP shards the
+        # contracted dimension, every rank already has the scales of all columns.
         is_per_column = (
             w.scales.ndim and w.scales.shape[shards.dim] == w.shape[shards.dim]
         )
@@ -186,7 +186,7 @@ def _reduce_scattered(config, dws):
 
 
 def mapped_together(results: Any, operands: Any) -> Any:
-    """Returns `results`, all mapped by `jax.vmap` if it maps any of the operands.
+    """Returns `results`. If `jax.vmap` maps any of the operands, it maps all results.
 
     A `custom_vjp` with several results needs it. If a result were not mapped, while
     others are, the backward rule would count its cotangent once per example, so JAX
@@ -200,8 +200,8 @@ def mapped_together(results: Any, operands: Any) -> Any:
     @same.def_vmap
     def same_of_mapped(axis_size, is_mapped, results, operands):
         if not any(jax.tree.leaves(is_mapped)):
-            # `jax.vmap` of a `jax.jvp` that maps only tangents. Calling `same` again
-            # would recurse without end.
+            # This happens if `jax.vmap` maps only the tangents of a `jax.jvp`. Calling
+            # `same` again would recurse without end.
             return results, is_mapped[0]
 
         def repeated(result, is_mapped):
@@ -217,7 +217,7 @@ def mapped_together(results: Any, operands: Any) -> Any:
 
 
 def warn_of_constant_main_grad(label: str, option: str) -> None:
-    """Warns once that a program discards the weight gradients that it accumulates.
+    """Warns once that a program accumulates weight gradients but discards the sum.
 
     The program differentiates a kernel but not its main_grad, whose gradient is the new
     sum.
@@ -341,7 +341,7 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def not_reduced(tree: Any) -> Any:
-    """Returns copies of arrays, whose FP8 values `jax.checkpoint` does not round.
+    """Copies arrays so that `jax.checkpoint` does not round their FP8 values.
 
     `jax.checkpoint` saves variables of the traced program for the backward pass, or for
     all iterations of a scan. If another call reads a saved floating-point variable, it
@@ -381,7 +381,7 @@ class _SavedBits:
 
 
 def to_saved(tree: Any) -> Any:
-    """Converts residuals to the form that a rule saves: FP8 arrays to `_SavedBits`."""
+    """Converts FP8 arrays among the residuals to `_SavedBits`, which are saved."""
 
     def convert(array):
         bits = _as_bits(array)
@@ -391,7 +391,7 @@ def to_saved(tree: Any) -> Any:
 
 
 def from_saved(tree: Any) -> Any:
-    """Returns the residuals that `to_saved` converted; None for each placeholder."""
+    """Inverts `to_saved`, and replaces each placeholder by None."""
 
     def convert(leaf):
         bits = leaf.bits if _is_bits(leaf) else leaf
@@ -407,7 +407,7 @@ def _is_bits(value):
 
 
 def residual_or_placeholder(wanted: bool, value):
-    """Returns a residual that the backward pass needs, or else empty arrays.
+    """Returns a residual if the backward pass needs it, and empty arrays otherwise.
 
     The empty arrays, called placeholders, keep the residuals' tree structure.
 
