@@ -40,7 +40,7 @@ _TARGET = "jax_ub$"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How one primitive of a layer runs: its ranks, its overlap method and its label.
+    """Settings with which one primitive of a layer runs: ranks, method and label.
 
     Attributes:
         label: the layer's name in errors, fallbacks and traces.
@@ -81,7 +81,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """An op and its options, but not its operands: the parameter of a JAX primitive.
+    """Base class of ops. An op with its options is the parameter of a JAX primitive.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.
@@ -89,8 +89,8 @@ class Call:
 
     target: ClassVar[str]
     primitive: ClassVar[Primitive]
-    # Whether the collective of the call is an all-gather. Otherwise it sums over the
-    # ranks.
+    # Whether the collective of the call is an all-gather. Other collectives sum over
+    # the ranks.
     gathers: ClassVar[bool] = False
     # Whether the call is a collective without a GEMM.
     communicates_only: ClassVar[bool] = False
@@ -104,18 +104,19 @@ class Call:
     # call also sums over the batch axes of its activations, so `jax.vmap` runs it in a
     # loop. The results of other calls keep the batch axes, and `jax.vmap` adds one.
     contracts_rows: ClassVar[bool] = False
-    # The names of the fields that become FFI attributes of this custom call and no
-    # other.
+    # Names of the fields that become FFI attributes. Only the custom call of this op
+    # has these attributes.
     option_names: ClassVar[tuple[str, ...]] = ()
 
     execution: Execution
-    # Number of FP8 scale arrays. If an operand of the GEMMs is FP8, the scales of all
-    # GEMM operands follow the other operands of the primitive, in the same order.
-    # Otherwise it is 0. `__call__` sets it. Of the methods of this class, only `split`
-    # and `plain` take the scales as operands.
+    # Number of FP8 scale arrays: one for each GEMM operand if any of them is FP8, and
+    # otherwise 0. The scales are the last operands of the primitive, in the order of
+    # the GEMM operands. `__call__` sets this field. Of the methods of this class, only
+    # `split` and `plain` take the scales as operands.
     num_scales: int = 0
-    # Whether each row, column or block has a separate scale. Otherwise a tensor has one
-    # scale, an array of shape [1] that is equal on all ranks that share the tensor.
+    # Whether each row, column or block has a separate scale. Otherwise each tensor has
+    # one scale, an array of shape [1]. All ranks that share the tensor have the same
+    # scale.
     has_row_scales: bool = False
 
     def __init_subclass__(cls):
@@ -153,9 +154,9 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of operands that are kernels, possibly transposed.
+        """Returns the indices of operands that are kernels, stored in either layout.
 
-        `rhs_transposed` states whether they are. Empty for calls without this option.
+        `rhs_transposed` is the layout. Empty for calls without this option.
         """
         return range(0)
 
@@ -176,7 +177,7 @@ class Call:
         return ()
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns the FP8 scales that the call all-gathers together with an array.
+        """Returns the FP8 scales that are all-gathered together with the FP8 values.
 
         Empty if the call does not return a gathered FP8 array with several scales.
         """
@@ -185,7 +186,7 @@ class Call:
     def reference(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> Sequence[jax.Array]:
-        """Computes the results in plain `jax.lax`, as fallback and test oracle."""
+        """Computes the results in plain `jax.lax`, for fallbacks and for tests."""
         raise NotImplementedError
 
     def plain(self, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -252,11 +253,11 @@ class Call:
         return self.op, rows, width, self.num_ranks * width
 
     def tuned_op(self, operands: Sequence) -> str | None:
-        """Returns the op's name in files of the `tune` command; None if not tuned."""
+        """Returns the op's name in files of the `tune` command. None if not tuned."""
         return self.op
 
     def tuned_key(self, operands: Sequence) -> TunedKey | None:
-        """Returns the key in tuned files (op, sizes, dtype); None if not tuned."""
+        """Returns the call's key in files of the `tune` command. None if not tuned."""
         op = self.tuned_op(operands)
         if op is None:
             return None
@@ -266,7 +267,7 @@ class Call:
     def __call__(self, *operands: Operand) -> tuple[jax.Array, ...]:
         """Binds the primitive of the op, or computes plain JAX if the method is "xla".
 
-        With one rank, runs only the GEMMs: there is nothing to communicate.
+        With one rank, only the GEMMs run, because there is nothing to communicate.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
@@ -290,9 +291,9 @@ class Call:
         scales = vma.pcast_varying(scales, axes)
         arrays = tuple(map(values_of, operands))
         call = scaled._tuned(arrays)
-        # Method "xla" computes plain JAX without the primitive. If a tuned file chooses
-        # JAX's Pallas kernel, "xla" is only the fallback: the lowering rule of the
-        # primitive decides whether the kernel can run.
+        # Method "xla" computes plain JAX without the primitive. The exception is a
+        # tuned file that chooses JAX's Pallas kernel. Then "xla" is only the fallback,
+        # and the lowering rule of the primitive decides whether the kernel can run.
         if call.method is Method.XLA and call.choice.pallas is None:
             if self.axis_name and not self.execution.is_mapped:
                 arrays = tuple(
@@ -305,7 +306,8 @@ class Call:
     def named_as_plain(self, *, is_tuned: bool) -> AbstractContextManager[Any]:
         """Adds a name scope that states why the call runs as plain `jax.lax`.
 
-        A fallback of the whole layer, which is not explicit, has already added one.
+        If the whole layer fell back to plain JAX, the layer has already added such a
+        scope.
         """
         is_chosen = is_tuned or self.choice.is_explicit
         if not (is_chosen and self.axis_name and self.num_ranks > 1):
@@ -357,8 +359,8 @@ def _make_primitive(target):
     primitive.def_abstract_eval(_abstract_eval)
     batching.fancy_primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
-    # Caching is disabled so that JAX lowers each call site, and the lowering log has
-    # all calls.
+    # Caching is disabled, so that JAX lowers each call site separately. Otherwise the
+    # lowering log would lack calls.
     mlir.register_lowering(primitive, lowering.lower, cacheable=False)
     return primitive
 
@@ -390,7 +392,7 @@ def _batch(axis_data, operands, dims, *, call):
     def is_activation(index):
         if index < num_operands:
             return call.is_activation(index)
-        # The scales of rows have the batch axes of the operand to which they belong.
+        # Scales per row have the same batch axes as the operand that they scale.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
     if not call.contracts_rows and all(map(is_activation, mapped)):

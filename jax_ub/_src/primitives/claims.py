@@ -20,7 +20,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def claim(array: jax.Array, reused: str, looped: str) -> jax.Array:
-    """Returns the array for use by one call.
+    """Marks an array as used, so that JAX cannot differentiate a second use of it.
 
     Args:
         array: an array whose cotangent is its new value. A concrete array has no
@@ -67,7 +67,7 @@ def _is_in_loop(array):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_derivative(error, array):
-    """Returns the array; its differentiation raises an error."""
+    """Returns the array unchanged. Its differentiation raises an error."""
     return array
 
 

@@ -47,7 +47,7 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
 
 
 class AllGatherMaxima(AllGather):
-    """All-gathers small arrays, of which `all_reduce_max` then computes the maximum."""
+    """All-gathers small arrays, so that `all_reduce_max` can compute their maximum."""
 
     is_auxiliary = True
 
@@ -64,8 +64,8 @@ def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
         return lax.pmax(x, axes)
     call = AllGatherMaxima(
         execution=Execution(
-            # The label distinguishes this all-gather from the layer's call, which may
-            # all-gather an operand, too.
+            # The layer may all-gather an operand, too. The label distinguishes the two
+            # all-gathers.
             label=f"FP8 scale of {execution.label}",
             choice=MethodChoice(Method.AUTO),
             axis_name=axes,
@@ -172,9 +172,10 @@ def all_reduce(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bulk(Call):
-    """Base class of a collective that is concurrent with independent local GEMMs.
+    """Base class of collectives that run concurrently with independent local GEMMs.
 
-    Operands: those of `gemm`, then the array of `collective`. Results: likewise.
+    The operands are those of `gemm`, followed by the array of `collective`. The results
+    have the same order.
     """
 
     gemm: Matmul | Wgrad
@@ -212,7 +213,7 @@ class Bulk(Call):
 
     @property
     def dys(self) -> slice:
-        """Returns the indices of the operands that are gradients of the layer."""
+        """Returns the indices of the operands that are gradients of results, dy_i."""
         raise NotImplementedError
 
 

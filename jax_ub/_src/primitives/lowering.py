@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 # Minimum size of a call's workspace, which is a result of the custom call. XLA does not
 # support results of 0 bytes.
 _LEAST_BYTES = 1
-# Whether XLA may run a call in a scan twice, unless an optimization barrier follows the
-# call (JAX 0.11). XLA fuses the call with the dynamic-update-slice that saves its
-# result, and runs the call again for other users of the result. The result of a weight
-# gradient has no other users, so that call needs no barrier.
+# Whether this JAX version needs an optimization barrier after each call. Without the
+# barrier, XLA may fuse a call in a scan with the dynamic-update-slice that saves its
+# result, and run the call again for other users of the result. The result of a weight
+# gradient has no other users, so its call needs no barrier.
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
@@ -79,7 +79,7 @@ def _lower_on_cpu(ctx, *operands, call):
 
 
 def _warn_of_few_threads(ranks):
-    """Warns if programs on this process's devices may wait for threads forever."""
+    """Warns if XLA has too few threads for this process's devices, which may hang."""
     own = [d for d in ranks.devices if d.process_index == jax.process_index()]
     reason = hosts.why_few_pool_threads(len(own) or len(ranks.ids))
     if reason is not None:
@@ -160,10 +160,10 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    # The calls on GPUs have no side effect, so XLA may move or merge them, which is
-    # safe because all ranks run the same compiled program. With a side effect, XLA of
-    # JAX 0.11 would run a call inside a scan twice: in the fusion that slices its
-    # operands, such as the layers' stacked kernels, and outside it.
+    # The calls on GPUs have no side effect, so XLA may move or merge them. This is safe
+    # because all ranks run the same compiled program. If a call inside a scan had a
+    # side effect, XLA of JAX 0.11 would run it twice: once in the fusion that slices
+    # its operands from stacked arrays, and once outside of this fusion.
     *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
     if prediction is not None:
         _tell_scheduler(workspace.owner, prediction.seconds)
@@ -177,7 +177,7 @@ def _behind_barrier(results):
 
 
 def _instead_of_pallas(call, reason):
-    """Returns why the call's method runs instead of JAX's Pallas kernel, as a text."""
+    """Returns a text that says why a call does not run by JAX's Pallas kernel."""
     choice = dataclasses.replace(call.choice, pallas=None)
     return (
         f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "
@@ -271,8 +271,9 @@ def _attributes(ctx, call: Call, ranks: Ranks, method: Method, variant: Variant)
         **options,
         "channel": _channel(ctx, ranks),
     }
-    # Only programs that are exported, or lowered for an abstract mesh, have the ids of
-    # the mesh's devices by partition id.
+    # Exported programs, and programs lowered for an abstract mesh, contain the id of
+    # each partition's device. At run time, a rank uses XLA's partition id to find its
+    # device's id. Other programs do not contain these ids.
     for_export = ctx.module_context.lowering_parameters.for_export
     if ranks.ids and (for_export or not ranks.devices):
         attributes["devices"] = np.array(ranks.ids, np.int64)
@@ -280,8 +281,8 @@ def _attributes(ctx, call: Call, ranks: Ranks, method: Method, variant: Variant)
 
 
 def _channel(ctx, ranks):
-    # The channel is the name of the HLO module and a number, which are equal in every
-    # process. By this text, the engines of different processes match calls.
+    # The channel consists of the name of the HLO module and a number. It is equal in
+    # all processes, so that their engines can match the calls.
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]
@@ -410,7 +411,7 @@ def _why_no_fp8(ctx, call, ranks):
 
 
 def _with_converted_kernels(ctx, operands, call, *, transposes):
-    """Converts FP8 kernels to scales and a layout that cuBLASLt multiplies.
+    """Converts FP8 kernels to the scales and the layout that cuBLASLt supports.
 
     cuBLASLt does not multiply by scales that change along the contracted axis. With
     `transposes`, kernels become [out, in], so that the contracted axis is contiguous.

@@ -47,7 +47,7 @@ class SummedMatmul(Call):
         return scales_of(operands[:n], operands[n : 2 * n])
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Reduces the f32 product over the ranks. The base class does not reduce."""
+        """Reduces f32 partial sums over the ranks. Does nothing in the base class."""
         return partial
 
     def shapes(self, x, *others):
@@ -348,8 +348,7 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        # All dy_i are all-gathered together, as one array with the features of all of
-        # them.
+        # All dy_i are concatenated along the features, and all-gathered as one array.
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 

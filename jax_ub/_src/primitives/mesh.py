@@ -22,10 +22,10 @@ from jax_ub._src.errors import (
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 
-# Advice to run a call as plain `jax.lax`, for errors. Ops without an argument `method`
-# need the environment variable.
+# Part of error messages: how to run a call as plain `jax.lax`. Ops without an argument
+# `method` need the environment variable.
 RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'
-# Part of the error about an axis name that is not in scope.
+# Part of the error message about an axis name that is not in scope.
 NOT_MANUAL = "is not a manual mesh axis"
 
 
@@ -100,7 +100,7 @@ def are_mapped(axes: tuple[str, ...]) -> bool:
 
 
 def refuse_hidden_axes(label: str, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Returns x, or raises an error if `jax.vmap` maps x over an axis of this name.
+    """Returns x, or raises an error if `jax.vmap` maps x over an axis named in `axes`.
 
     A `custom_vjp` needs this check around plain `jax.lax`: the forward rule would
     communicate over the axis of `jax.vmap`, but the gradient would be that of ranks of

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 # Compute capability of Hopper GPUs. Only Hopper has the matrix instructions (wgmma)
 # that the Pallas kernel uses.
 _HOPPER = "9.0"
-DTYPES = ("bfloat16", "float16")
-# The kernel loads its operands in steps of _TILE_K columns, and has _STEPS of these
-# loads in flight. With these values, the operands of each of `PALLAS_TILES` fit into
-# the 227 KiB of shared memory of a multiprocessor.
+DTYPES = ("bfloat16", "float16")  # which the Pallas kernel multiplies
+# The kernel loads _TILE_K columns of its operands at a time, and has _STEPS of these
+# loads in flight. With these values, the loaded columns fit into the 227 KiB of shared
+# memory of a multiprocessor for all `PALLAS_TILES`.
 _TILE_K = 64
 _STEPS = 4
 _GRID_TILE_WIDTH = 8

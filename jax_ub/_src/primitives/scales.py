@@ -41,7 +41,7 @@ def _repeated(scales, shape):
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
-    """Wraps all-gathered FP8 values in a `ScaledArray`, if x is a `ScaledArray`.
+    """Makes a `ScaledArray` of all-gathered FP8 values if x is a `ScaledArray`.
 
     `scales` has the gathered scales, unless x has one scale for the tensor.
     """

@@ -32,7 +32,7 @@ def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
 
 
 def pcast_varying(tree: Any, axes: Iterable[str]) -> Any:
-    """Casts all arrays of a tree to vary over the mesh axes `axes`, in addition.
+    """Adds `axes` to the mesh axes over which the arrays of a tree vary.
 
     The transpose sums over the new axes.
     """
@@ -55,7 +55,7 @@ def is_sharded(tree: Any) -> bool:
 
 
 def unsharded(tree: Any) -> Any:
-    """Drops explicit shardings over a mesh of one device from the types of all arrays.
+    """Removes explicit shardings over a mesh of one device from the types of arrays.
 
     The gradients of a `custom_vjp` must have the types of its operands, and results of
     the primitives have unsharded types.
@@ -122,8 +122,9 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# `_vary_p` is `jax.lax.pcast(to="varying")` for mesh axes of size 1. Its transpose,
-# `_same_p`, communicates nothing, whereas JAX transposes its own cast to an all-reduce.
+# `_vary_p` replaces `jax.lax.pcast(to="varying")` for mesh axes of size 1. The
+# transpose of `_vary_p` is `_same_p`, which communicates nothing. The transpose of
+# JAX's cast is an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
