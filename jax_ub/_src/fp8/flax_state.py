@@ -13,8 +13,8 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.fp8.state import init_state
 
-# The variable type of FP8 state. nnx registers variable types by name. This name is
-# that of the collection of Flax's FP8 ops, by which MaxText recognizes FP8 state.
+# The variable type of FP8 state. nnx registers variable types by name. The name is the
+# collection name of Flax's FP8 ops, because MaxText recognizes FP8 state by this name.
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
@@ -57,7 +57,7 @@ class Fp8State(nnx.Module):
 
 
 def linen_state(op: str, module: nn.Module, recipe: Recipe | None) -> Any:
-    """Returns the `DelayedScaling` state of a linen module; `module.init` creates it.
+    """Returns the `DelayedScaling` state of a linen module, which `init` creates.
 
     It is in the collection "_overwrite_with_gradient". The result is None if the recipe
     has no state.

@@ -116,7 +116,7 @@ def quantize(
 
 
 def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
-    """Returns an `Execution` whose ranks, those along `axis_name`, share an FP8 scale.
+    """Returns an `Execution` for the ranks along `axis_name`, which share an FP8 scale.
 
     The axes may also be axes of `jax.vmap`. If `axis_name` is None, each rank has its
     own scale.
@@ -142,7 +142,7 @@ def quantize_layer(
     rhs_transposed: bool,
     shards: KernelShards | None = None,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Quantizes a layer's kernels, if any, and its activations unless they are FP8.
+    """Quantizes a layer's kernels, if any, and its activations unless already FP8.
 
     All `ranks` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
@@ -180,7 +180,7 @@ def quantize_arrays(
     xs: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
-    """Quantizes several arrays to FP8. Scales per tensor are common to all of them.
+    """Quantizes several arrays to FP8. With a scale per tensor, all arrays share it.
 
     It is not differentiable.
 
@@ -241,7 +241,7 @@ def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
 
 
 def _scales(ranks, recipe, role, x, axes=()):
-    """Returns the FP8 scales of x, for recipes that need no amax of earlier steps.
+    """Returns the FP8 scales of x, for recipes that do not use earlier steps.
 
     `axes` are the mesh axes that shard the contracted dimension of a kernel (FSDP).
     """
@@ -276,7 +276,7 @@ def _maximum_over(axes, amax):
 
 
 def _agreed_maxima(ranks, maxima):
-    """Returns the maxima over the ranks of several scalar amaxes, by one collective."""
+    """Computes the maxima of scalar amaxes over the ranks, in a single collective."""
     return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
 
 
@@ -291,7 +291,7 @@ def _varying_axes(ranks, amax):
 
 
 def _further_axes(ranks, recipe, xs, *state):
-    """Returns mesh axes over which the arrays vary but their common FP8 state does not.
+    """Returns the mesh axes over which arrays vary, but not their shared FP8 state.
 
     The axes of `ranks` are not included.
     """
@@ -321,7 +321,7 @@ def _quantize_delayed(ranks, recipe, role, axes, xs, scale, history):
 
 
 def _delayed(ranks, recipe, role, axes, xs, scale, history):
-    """Forward rule of `_quantize_delayed`: also returns what the backward rule needs.
+    """Forward rule of `_quantize_delayed`. It also returns residuals.
 
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
@@ -332,14 +332,14 @@ def _delayed(ranks, recipe, role, axes, xs, scale, history):
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
-    # The amax is reduced by XLA, not by the engine. Only the next step reads it, so XLA
+    # XLA reduces the amax, not the engine. Only the next step reads the amax, so XLA
     # can combine the reductions for all tensors and layers in one collective.
     amax = _maximum_over((*_varying_axes(ranks, amax), *further), amax)
     return (values, scale), (scale, history, amax)
 
 
 def _new_state(label, scale, history, amax):
-    """Returns the new FP8 state: the scale, and the history with this step's amax.
+    """Returns the new FP8 state: scale, and amax history including this step's amax.
 
     If `jax.vmap` maps the tensor, it must map the history, too. Otherwise JAX would sum
     the new states of all mapped indices.

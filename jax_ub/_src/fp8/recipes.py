@@ -56,7 +56,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams(KeywordsChecked):
-    """How a scale is computed from the largest absolute value (`Float8CurrentScaling`).
+    """Options of `Float8CurrentScaling` for the scale of one kind of operand.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 
@@ -85,7 +85,7 @@ class QParams(KeywordsChecked):
 
 @dataclasses.dataclass(frozen=True)
 class MMParams(KeywordsChecked):
-    """How precisely a GEMM adds FP8 products (`Float8CurrentScaling`).
+    """Options of `Float8CurrentScaling` for the precision of sums in FP8 GEMMs.
 
     Transformer Engine: `transformer_engine.common.recipe.MMParams`.
 
@@ -335,7 +335,7 @@ def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
 
 
 def has_one_scale(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe has one scale per tensor. False for None (no FP8)."""
+    """Returns whether a recipe has one scale per tensor. False for no recipe (None)."""
     return isinstance(recipe, DelayedScaling | Float8CurrentScaling)
 
 
@@ -382,7 +382,7 @@ def _check_is_false(recipe, field, reason):
 
 
 def _check_precision(recipe):
-    """Raises an error if attention should be in FP8, or a backward pass should not."""
+    """Raises an error if a recipe requests FP8 attention or a wide backward pass."""
     name = type(recipe).__name__
     for field in ("fp8_dpa", "fp8_mha"):
         _check_is_false(recipe, field, "attention does not run in FP8")
@@ -432,7 +432,8 @@ def updated_scale(
     if callable(algo):
         amax = _one_number("amax_compute_algo", algo(history))
     else:
-        # XLA:CPU's maximum drops NaNs in arrays of at least 4096 elements.
+        # NaNs become infinity, because XLA:CPU's maximum drops NaNs in arrays of at
+        # least 4096 elements.
         known = jnp.where(jnp.isnan(history), jnp.inf, history)
         amax = known[0] if algo == "most_recent" else jnp.max(known)
     amax = amax.reshape(scale.shape)
@@ -448,7 +449,7 @@ def updated_scale(
 
 
 def _one_number(name, returned):
-    """Converts the result of a recipe's user-defined function to an f32 number."""
+    """Converts what a user-defined function of a recipe returns to an f32 number."""
     try:
         array = jnp.asarray(returned, jnp.float32)
     except (TypeError, ValueError):

@@ -27,13 +27,13 @@ NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY
 
 
 def names_of(role: str) -> tuple[str, str]:
-    """Returns a role's keys in an FP8 state: "kernel_scale", "kernel_amax_history"."""
+    """Returns a role's two keys in an FP8 state, such as "kernel_scale"."""
     return f"{role}_{SCALE}", f"{role}_{HISTORY}"
 
 
 OUTPUT_GRAD_STATE = names_of(OUTPUT_GRAD)
 
-# The dtype for states that several calls share, as errors name it.
+# Part of error messages: the dtype that lets several calls share an FP8 state.
 _MAXIMUM = (
     "the dtype whose sum is the maximum, jax.lax.convert_element_type(array, "
     "flax.linen.fp8_ops.fp32_max_grad),"
@@ -71,11 +71,12 @@ def init_state(recipe: Recipe) -> dict[str, jax.Array]:
 
 
 def claim_state(op: str, state: Any, roles: Sequence[str] = ROLES) -> Any:
-    """Returns an FP8 state for use by one call, in f32.
+    """Returns an FP8 state in f32, and marks it as used by one call.
 
     The cotangents of the scales and histories of `roles` are their new values, which
-    JAX would add if several calls had the same state. It takes the maximum of those of
-    dtype `flax.linen.fp8_ops.fp32_max_grad`, so that calls may share such a state.
+    JAX would add if several calls had the same state. For arrays of dtype
+    `flax.linen.fp8_ops.fp32_max_grad`, JAX takes the maximum instead, so that several
+    calls may share them.
 
     `state` may be a tuple of states. Other values are returned as they are, and
     `check_state` rejects them.
@@ -99,7 +100,7 @@ def claim_state(op: str, state: Any, roles: Sequence[str] = ROLES) -> Any:
 def claim_layer_state(
     op: str, state: Any, ws: Sequence[Any], roles: Sequence[str] = ROLES
 ) -> Any:
-    """Returns a layer's FP8 state for use by one call, in f32; see `claim_state`.
+    """Returns a layer's FP8 state in f32, and marks it as used, like `claim_state`.
 
     Kernels that are FP8 already do not use their part of the state.
     """
@@ -134,7 +135,7 @@ def _in_f32(array):
     return _converted(array.dtype, array) if has_maximum_as_sum(array) else array
 
 
-# JAX cannot differentiate a conversion from Flax's dtype.
+# JAX cannot differentiate a conversion from Flax's dtype, so it gets a custom rule.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _converted(dtype, array):
     return lax.convert_element_type(array, jnp.float32)
@@ -244,7 +245,7 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits the path of a leaf in an FP8 state into (tensor's path, kind of the leaf).
+    """Splits the path of a leaf in an FP8 state into the tensor's path and the kind.
 
     The kind is "scale" or "amax_history", and "" for any other leaf.
     """
