@@ -26,7 +26,7 @@ _KINDS = {COLUMN: COLUMN, ROW: ROW, "ag": COLUMN, "rs": ROW}
 
 
 def resolve_parallel(op: str, name: str, kind: str | None) -> str:
-    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
+    """Returns "column" or "row" for a parallel mode or its alias, "ag" or "rs".
 
     `name` is the name of the argument, for errors.
     """
@@ -91,9 +91,10 @@ class _PortableMesh:
 
 
 class PickledMeshes:
-    """Base class of objects that pickle the `Mesh` in an attribute by its device ids.
+    """Base class of objects that have a `Mesh` as attribute and can be pickled.
 
-    After loading, the attribute is None if the process lacks one of the devices.
+    The `Mesh` is pickled by the ids of its devices. After loading, the attribute is
+    None if the process lacks one of the devices.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class PickledMeshes:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingLayout(PickledMeshes):
-    """How a linear layer is sharded and executed, as a hashable description.
+    """Hashable settings that say how a linear layer is sharded and executed.
 
     `jax_ub.flax.Linear` documents the fields that are its arguments, too. The others
     are:
@@ -197,7 +198,7 @@ class ShardingLayout(PickledMeshes):
 
     @property
     def op(self) -> str:
-        """Returns how errors name the layer: `linear(parallel=...)`."""
+        """Returns the layer's name in errors, such as `linear(parallel="column")`."""
         if self.replicated_op is not None:
             return self.replicated_op
         return call_label(f"linear(parallel={shown(self.parallel)})", self.ub_name)
@@ -214,12 +215,12 @@ class ShardingLayout(PickledMeshes):
 
     @property
     def fsdp_dim(self) -> int:
-        """Returns the dimension of the stored kernel that FSDP shards: 0 or 1."""
+        """Returns which dimension of the stored kernel FSDP shards: 0 or 1."""
         return self.in_out((0, 1))[self._fsdp_dim]
 
     @property
     def _fsdp_dim(self):
-        """Returns the dimension of the kernel as [in, out] that FSDP shards: 0 or 1."""
+        """Returns which dimension of the kernel [in, out] FSDP shards: 0 or 1."""
         return self.mode.kernel.index(False)
 
     @property
@@ -241,7 +242,7 @@ class ShardingLayout(PickledMeshes):
     def with_fsdp_of(
         self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
     ) -> "ShardingLayout":
-        """Returns a copy whose `fsdp_axes` are taken from a kernel's partition spec.
+        """Returns a copy with the FSDP axes in the partition spec of a kernel.
 
         The kernel is `[*in, *out]` with `num_in` in dimensions. The layout is returned
         unchanged if the spec or the mesh is unknown, or if the spec has names that are
@@ -264,9 +265,9 @@ class ShardingLayout(PickledMeshes):
         return chosen in (Method.AUTO, Method.XLA)
 
     def is_local(self) -> bool:
-        """Returns whether the layer's arrays are shards, inside a user's `shard_map`.
+        """Returns whether the layer runs on shards, inside a user's `shard_map`.
 
-        They are if a tensor-parallel axis or all mesh axes are manual.
+        This is the case if a tensor-parallel axis or all mesh axes are manual.
         """
         context = jax.sharding.get_abstract_mesh()
         manual = context.manual_axes
@@ -303,17 +304,17 @@ class ShardingLayout(PickledMeshes):
         return mesh
 
     def global_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Returns `find_mesh` for global arrays, None for shards in a `shard_map`."""
+        """Returns the mesh of global arrays, or None inside a user's `shard_map`."""
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders `dims`, one item per stored kernel dimension, to [in, out] order."""
+        """Reorders items for a stored kernel's dimensions to the order [in, out]."""
         if len(dims) != len(IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]
 
     def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
-        """Returns a copy without `fsdp_axes` if they cannot shard the kernel evenly."""
+        """Returns a copy without FSDP if its axes cannot shard the kernel evenly."""
         sizes = (mesh.shape.get(name, 0) for name in self.fsdp_axes)
         num_parts = math.prod(sizes)
         if num_parts and shape[self._fsdp_dim] % num_parts == 0:
@@ -327,7 +328,7 @@ class ShardingLayout(PickledMeshes):
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
 
     def check_axes(self, mesh: AnyMesh | None) -> None:
-        """Raises an error if a known mesh lacks an axis of `axis_name` or `data_axes`.
+        """Raises an error if the mesh lacks an axis of `axis_name` or `data_axes`.
 
         The mesh is None if it is unknown.
         """

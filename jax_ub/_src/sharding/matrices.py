@@ -28,7 +28,7 @@ def _sharded_only_along(array, dims):
 
 
 def as_matrix(kernel: Any, num_in: int) -> Any:
-    """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix.
+    """Reshapes a kernel `[*in, *out]`, with `num_in` input dimensions, to a matrix.
 
     If it is FP8, it has one scale, which becomes a scalar.
     """
@@ -37,16 +37,17 @@ def as_matrix(kernel: Any, num_in: int) -> Any:
         source = None if kernel.source is None else as_matrix(kernel.source, num_in)
         return ScaledArray(values, kernel.scales.reshape(()), source)
     kernel = _sharded_only_along(kernel, (0, num_in))
-    # With explicit axes, a JAX reshape can merge dimensions in one place only.
+    # With explicit axes, one JAX reshape cannot merge both the input and the output
+    # dimensions.
     return jax.lax.collapse(jax.lax.collapse(kernel, 0, num_in), 1)
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Reshapes y [..., N] to [..., *sizes]; the first of these is sharded like N."""
+    """Reshapes y [..., N] to [..., *sizes]. The first new axis is sharded like N."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if not sharding.mesh.explicit_axes:
         return y.reshape(shape)
-    # Without an explicit sharding, JAX would shard another of the new dimensions if the
-    # first one had size 1.
+    # The sharding is given, because JAX would choose another one of the new dimensions
+    # if the first new dimension had size 1.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))

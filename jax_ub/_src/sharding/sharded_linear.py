@@ -90,8 +90,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     is_exported = checks.has_symbolic_sizes(x)
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
-        # The check whether two calls accumulate into the same main_grad is made here,
-        # because `shard_map` and reshapes pass new arrays to the ops.
+        # This check finds two calls that accumulate into the same main_grad. The ops
+        # cannot find them, because `shard_map` and reshapes pass new arrays to the ops.
         main_grads = claim_main_grads(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
@@ -106,8 +106,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     x_matrix = operands[0]
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
         # The ops reject empty arrays, so the empty result is made here. With a
-        # main_grad, the ops must raise their error, because an empty result would
-        # discard the main_grad.
+        # main_grad, the ops raise this error, because an empty result would discard the
+        # main_grad.
         ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
@@ -119,9 +119,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
             ys = _without_shard_map(layout, mesh, out_dtype, *operands)
         else:
             layout, repeated = _fitted_layout(layout, mesh, x_matrix)
-            # Tracing the layer looks up its name and method in the settings of
-            # `initialize_ub` and of the environment. As a static argument, the settings
-            # are part of jit's cache key.
+            # The trace of a layer depends on the settings of `initialize_ub` and of the
+            # environment. As a static argument, these settings are part of the cache
+            # key of `jax.jit`.
             configuration = registry.configuration()
             ys = _shard_mapped(
                 configuration, layout, mesh, out_dtype, repeated, *operands
@@ -140,7 +140,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
 # jax.checkpoint one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
-    """Runs a linear layer in a `shard_map` over all axes that are not manual yet."""
+    """Runs a linear layer in a `shard_map` over all mesh axes that are not manual."""
     x, kernels, _, main_grads, *_ = operands
     batch = batch_axes(layout, mesh, x)
     data = nontrivial_axes(mesh, batch)
@@ -203,7 +203,7 @@ def _shard_function(layout, fsdp_axes, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether several kernels need separate calls: in all ops but AG+GEMM."""
+    """Returns whether several kernels need separate calls. AG+GEMM needs only one."""
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
@@ -238,7 +238,7 @@ def _with_manual_fsdp(layout, kernels, num_in):
 
 
 def _check_operands(layout, x, shapes, residual, num_in):
-    """Raises an error if x, kernels of these shapes, and residual do not fit."""
+    """Raises an error if the shapes of x, kernels and residual do not match."""
     for shape in shapes:
         layout.check_contraction(x, layout.in_out(shape), num_in)
     if residual is None:
@@ -259,7 +259,7 @@ def _check_operands(layout, x, shapes, residual, num_in):
 
 
 def _as_matrices(layout, operands, num_in, out_dtype):
-    """Reshapes a layer's operands to matrices. Returns these and the result's dtype.
+    """Reshapes a layer's operands to matrices. Also returns the result's dtype.
 
     A single kernel is not in a tuple. Only a row layer keeps the residual.
     """
@@ -283,7 +283,7 @@ def _as_matrices(layout, operands, num_in, out_dtype):
 
 
 def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
-    """Returns results for an empty x, with the shapes and types of other results."""
+    """Returns empty results for an empty x, with the types that other results have."""
     shapes = [(*x.shape[:-1], math.prod(out)) for out in outs]
     ys = [jnp.zeros(shape, out_dtype or x.dtype) for shape in shapes]
     ys = vma.pcast_varying(ys, vma.axes_of(x, *map(values_of, kernels)))
@@ -306,14 +306,14 @@ def _check_needs_no_mesh(layout):
 
 
 def _typed_layout(layout, mesh, kernels, num_in):
-    """Checks the kernels' shardings; returns the layout with their FSDP axes."""
+    """Checks the shardings of kernels, and returns the layout with their FSDP axes."""
     values = map(values_of, kernels)
     specs = [layout.in_out(jax.typeof(array).sharding.spec) for array in values]
     layout = layout.with_fsdp_of(specs[0], mesh, num_in)
     for kernel, spec in zip(kernels, specs, strict=True):
-        # The ranks must divide the first in and out dimensions, not only the merged
-        # ones. For example, they may divide heads * head_dim without dividing the
-        # heads.
+        # The number of ranks must divide the first of the input or output dimensions,
+        # not only their product. For example, it may divide heads * head_dim, but not
+        # the heads.
         shape = layout.in_out(kernel.shape)
         layout.check_features((shape[0], shape[num_in]), mesh)
         layout.check_kernel_spec(spec, num_in)
@@ -321,7 +321,7 @@ def _typed_layout(layout, mesh, kernels, num_in):
 
 
 def _fitted_layout(layout, mesh, x):
-    """Returns the layout without shardings that the shape of x does not allow.
+    """Returns the layout, without the shardings that the shape of x does not allow.
 
     Layers that are not parallel do not shard tokens that do not divide evenly. FSDP
     axes that do not shard the tokens are left out, so that XLA all-gathers the kernels
@@ -386,9 +386,9 @@ def _sizes(mesh, names):
 
 
 def _without_shard_map(layout, mesh, out_dtype, *operands):
-    """Runs a layer with symbolic sizes by plain JAX operations, without `shard_map`.
+    """Runs a layer that has symbolic sizes in plain JAX, without a `shard_map`.
 
-    XLA partitions them. The sizes come from `jax.export`.
+    XLA partitions the operations. The sizes come from `jax.export`.
     """
     where, other = "inside jax.shard_map", "leave out the method"
     if mesh.explicit_axes:

@@ -164,7 +164,7 @@ def check_context(op: str, mesh: AnyMesh) -> None:
 
 
 def of_scaled(spec: P) -> Any:
-    """Returns the specs of an FP8 array with one scale, which is replicated."""
+    """Returns the specs of an FP8 array with one replicated scale."""
     return ScaledArray.tree_unflatten(None, (spec, P(), spec))
 
 
@@ -181,7 +181,7 @@ def reshard(mesh: AnyMesh, specs: Sequence[Any], operands: Sequence[Any]) -> lis
         sharding = NamedSharding(mesh, spec_over(spec, mesh.explicit_axes))
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), arrays)
 
-    # A spec is that of all arrays at its place in the tree.
+    # One spec applies to all arrays of the subtree at its position.
     return [
         jax.tree.map(resharded, spec, operand)
         for spec, operand in zip(specs, operands, strict=True)
