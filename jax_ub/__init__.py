@@ -15,9 +15,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 # Importing `jax.extend` adds a config option to JAX, after which JAX traces all
-# programs again. The import here, before any program is traced, avoids that.
-# `python -m jax_ub` imports this package while sys.argv[0] is "-m". `__main__` then
-# imports `jax.extend`, except for the launcher, which starts faster without JAX.
+# programs again. It is imported here, before any program is traced. The exception is
+# `python -m jax_ub`, which imports this package while sys.argv[0] is "-m": `__main__`
+# imports `jax.extend`, but not for the launcher, which starts faster without JAX.
 if not (sys.argv[:1] == ["-m"] and "jax_ub" in sys.orig_argv):
     import jax.extend  # noqa: F401
 
@@ -126,7 +126,7 @@ _DEFINED_IN = {
     for name in names
 }
 _MODULES = ("errors", "flax", "fp8", "ops", "overlap_config")
-# Private modules that were public in release 0.1. Using one issues a warning.
+# Private modules that were public in release 0.1. Their use issues a warning.
 _DEPRECATED_MODULES = ("methods", "reference", "retrofit", "rules")
 
 

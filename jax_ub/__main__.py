@@ -123,7 +123,7 @@ def _module_of(name):
 
 
 def _flush(status):
-    """Flushes stdout; returns `status`, or 1 if only writing to stdout has failed."""
+    """Flushes stdout. Returns 1 if this fails and `status` is 0, and else `status`."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:
@@ -154,7 +154,7 @@ def _has_reader(output):
 
 
 def _discard(output):
-    """Redirects an output to /dev/null, because a flush at exit would fail again."""
+    """Redirects a failed output to /dev/null, so that a flush at exit does not fail."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), output.fileno())
 

@@ -67,11 +67,12 @@ class FixedArguments:
     # Boolean arguments whose attribute holds an array, such as "main_grad". Only the
     # assignment of a bool is rejected.
     _flags: ClassVar[frozenset[str]] = frozenset()
-    # By name of an attribute: what the user should do instead, for the error.
+    # Maps the name of an attribute to the part of the error that says what to do
+    # instead of assigning it.
     _set_elsewhere: ClassVar[dict[str, str]] = {}
-    # The names that `**options` of the constructor accepts.
+    # Names of arguments that the constructor accepts in `**options`.
     _unpacked: ClassVar[frozenset[str]] = frozenset()
-    # The names whose assignment is rejected.
+    # Names of arguments that cannot be assigned. `__init_subclass__` computes them.
     _fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **keywords: Any):
@@ -95,13 +96,13 @@ class FixedArguments:
         super().__setattr__(name, value)
 
     def _store(self, **arguments: Any) -> None:
-        """Sets attributes that `__setattr__` protects, for use in constructors."""
+        """Sets attributes in a constructor, without the check of `__setattr__`."""
         for name, value in arguments.items():
             super().__setattr__(name, value)
 
 
 def keywords_checked(function: _Function) -> _Function:
-    """Decorates a function so that errors about unknown keywords suggest known ones."""
+    """Decorates a function, so that errors about unknown keywords name similar ones."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -124,7 +125,8 @@ def named_parameters(layer: type) -> list[str]:
 _ADDS_BIAS = "Leave it out: the layer adds its bias."
 _SIZES_OF_X = "Leave it out: the layer takes these sizes from x."
 _SEPARATE_DRAWS = "Leave it out: each rank draws separate random numbers."
-# Arguments of other libraries' layers: their names in jax_ub, or what to do instead.
+# Maps the arguments of Transformer Engine's layers to the corresponding arguments of
+# jax_ub, or to the part of the error that says what to do instead.
 _OF_TRANSFORMER_ENGINE: dict[str, tuple[str, ...] | str] = {
     "attention_dropout": ("dropout_rate",),
     "attn_input_format": "Leave it out: x has shape [batch, tokens, features].",

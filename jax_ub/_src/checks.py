@@ -62,7 +62,7 @@ def dtype_of(value) -> np.dtype | None:
 
 
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
-    """Raises an error unless an initializer's result is an array of shape `shape`."""
+    """Raises an error unless an initializer returned an array of shape `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
@@ -107,7 +107,8 @@ check_size = option_check(
     "a positive integer",
     f"Pass the global size, which is at most {LARGEST_SIZE}.",
 )
-# Checks the epsilon of a norm. JAX rejects integers of 2**31 or more.
+# Checks the epsilon of a norm. It must be less than 2**31, because JAX rejects larger
+# integers.
 check_epsilon = option_check(
     lambda value: is_number(value) and 0 <= value < 1 << 31,
     "a number of at least 0 and less than 2**31",
@@ -134,7 +135,7 @@ def check_array(op: str, name: str, array) -> None:
 
 
 def is_f64(array) -> bool:
-    """Returns whether JAX computes with this array in f64, instead of casting to f32.
+    """Returns whether an array is f64, and JAX does not convert it to f32.
 
     Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
     """
@@ -185,7 +186,7 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 def check_operands(
     op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
 ) -> None:
-    """Checks dtypes and dimensions of x [..., K] and w [K, N], but not that K agrees.
+    """Checks dtypes and dimensions of x [..., K] and w [K, N], but does not compare K.
 
     Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
     must be a matrix.
@@ -326,7 +327,7 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Raises an error unless `main_grad`, the accumulated dw, is f32 of w's shape."""
+    """Raises an error unless `main_grad`, the sum of dw, is f32 and of w's shape."""
     check_array(op, "main_grad", main_grad)
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class DType:
-    """An element type, such as bf16, of the arrays that the engine reads or writes.
+    """An element type of arrays that the engine reads or writes, such as bf16.
 
     Attributes:
         short_name: the engine's name, such as "bf16", which command lines use, too.

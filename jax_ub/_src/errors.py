@@ -90,7 +90,7 @@ class ShapeContractError(UbError, ValueError):
 
 
 class UnknownNameError(UbError, ValueError):
-    """Raised if the name of a method, mode, ... is unknown, or a flag is not a bool."""
+    """Raised if a name, such as a method's, is unknown, or a flag is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
@@ -116,7 +116,7 @@ class ConfigurationTypeError(ConfigurationError, TypeError):
 
 
 class LifecycleError(UbError, RuntimeError):
-    """Raised if `initialize_ub` is called twice, or a call needs it before it ran."""
+    """Raised if `initialize_ub` is called twice, or not before a call that needs it."""
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
@@ -127,7 +127,7 @@ class UnsupportedOverlapError(UbError, NotImplementedError):
 
 
 class FusionError(UbError, RuntimeError):
-    """Raised if a fusion function is invalid or does not keep the basic operations."""
+    """Raised if a fusion function is invalid, or changes the basic operations."""
 
 
 class CommunicatorError(UbError, RuntimeError):
@@ -144,7 +144,7 @@ class TimeoutError(CommunicatorError, builtins.TimeoutError):
 
 
 class TraceError(UbError, RuntimeError):
-    """Raised if two traces are recorded at once, or one is read before it has ended."""
+    """Raised if two traces are recorded at once, or a trace is read before it ends."""
 
 
 class InputError(UbError, OSError):
@@ -187,13 +187,13 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"{meant}Known: {', '.join(map(repr, known)) or 'none'}."
 
 
-# Matches the engine's message about a wait that timed out. Does not match a later
-# message that only repeats this reason.
+# Matches the engine's message about a wait that timed out. It does not match the
+# message about a wait that ended because another rank failed.
 _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts a C++ engine error to a `CommunicatorError`; None for other errors."""
+    """Returns the `CommunicatorError` for an engine error, or None for other errors."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
@@ -224,8 +224,8 @@ def raised() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # XLA raises ValueError if it runs the program synchronously, on the caller's
-        # thread.
+        # XLA raises ValueError instead of JaxRuntimeError if it runs the program
+        # synchronously, on the caller's thread.
         converted = of_engine(error)
         if converted is None:
             raise

@@ -35,8 +35,8 @@ class Fallback:
     reason: str
 
 
-# The latest calls that run without overlap. The limit bounds the memory of processes
-# that lower programs for weeks.
+# The latest calls that run without overlap. Their number is limited, because a process
+# may lower programs for weeks.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
@@ -59,21 +59,22 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations in the `with` block as plain JAX that the user has requested.
+    """Marks operations in the `with` block as plain JAX, by the user's choice.
 
-    `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
+    `fallback_in` reads the mark. A choice is no fallback, so `fallbacks` does not list
+    it.
     """
     return jax.named_scope(_encode("fallback", label, reason))
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Returns label and reason in a scope of `falling_back` or `plain_by_choice`."""
+    """Returns the label and reason that `falling_back` or `plain_by_choice` marked."""
     return _decode("fallback", scope)
 
 
-# The reason why several ranks compute the same values in the code that is being traced:
-# a mesh axis shards neither tokens nor features. Empty if each rank computes different
-# values.
+# The reason why several ranks compute the same values in the code that is being traced,
+# for example that a mesh axis shards neither tokens nor features. Empty if each rank
+# computes different values.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -100,7 +101,7 @@ def replicated() -> str:
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns label and reason in a JAX name scope that `replicating` has created."""
+    """Returns the label and reason in a JAX name scope that `replicating` created."""
     return _decode("replicated", scope)
 
 
@@ -110,8 +111,8 @@ def is_mark(scope: str) -> bool:
 
 
 def _encode(kind, label, reason):
-    # Escapes the texts, because name stacks join scopes by "/", and HLO texts have name
-    # stacks in quotes.
+    # Slashes and quotes are escaped, because name stacks join scopes by "/", and HLO
+    # texts have name stacks in quotes.
     texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
     return f"{kind}[{'|'.join(texts)}]"
 
@@ -171,7 +172,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     loaded = map(sys.modules.get, ("jax_ub", "jax", "flax", "contextlib"))
     files = (module.__file__ for module in loaded if module is not None)
     skipped = tuple(str(file).removesuffix("__init__.py") for file in files)
-    # `warnings.warn` has no `skip_file_prefixes` on Python 3.11.
+    # The loop finds the user's frame. Python 3.11 lacks `skip_file_prefixes`, an
+    # argument of `warnings.warn` for this purpose.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         frame, stacklevel = frame.f_back, stacklevel + 1
     warnings.warn(text, category, stacklevel=stacklevel)
@@ -179,7 +181,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """A call in a lowered program, with its operands and the method that it runs by.
+    """A call in a lowered program, with its operands and the method that runs it.
 
     Attributes:
         call: the `Call`.
@@ -214,8 +216,8 @@ def recording() -> Iterator[list[LoweredCall]]:
     try:
         yield found
     finally:
-        # Removes the list `found` by identity; list.remove might remove another, equal
-        # list.
+        # Removes the list `found` by identity, because `list.remove` might remove
+        # another list that is equal.
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 

@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method of a forward pass: "ring_exchange" in place of "bulk".
+        """Returns the method for a forward pass, in which "bulk" is "ring_exchange".
 
         `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
         its GEMM reads what the collective gathers, or computes what it sums.
@@ -71,13 +71,13 @@ class Variant(enum.Enum):
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Returns whether `Variant.AGGREGATE` can pair the ranks: even and more than 2."""
+    """Returns whether the ranks form pairs, as `Variant.AGGREGATE` requires."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# Default of `num_splits`, into how many parts method "pipeline" splits a rank's chunk.
-# All-gathers on GPUs do not split chunks by default. Must equal `DefaultSplits` in
-# csrc/engine/*/*_device.h.
+# Default of `num_splits`, the number of parts into which method "pipeline" splits a
+# rank's chunk. All-gathers on GPUs do not split chunks by default. The value must equal
+# `DefaultSplits` in csrc/engine/*/*_device.h.
 DEFAULT_SPLITS = 4
 
 # Maps methods to their numbers in FFI attributes, which must equal those of `Method` in
@@ -153,7 +153,7 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTiles:
-    """Tile sizes with which JAX's Pallas kernel computes an all-gather + GEMM.
+    """Tile sizes of JAX's Pallas kernel, which overlaps an all-gather with a GEMM.
 
     Attributes:
         rows: rows of the tile of a warpgroup.
@@ -180,7 +180,7 @@ class PallasTiles:
 
 
 # The tile sizes of the Pallas kernel that the commands `tune` and `bench` time. A tuned
-# file may contain only these.
+# file may contain no other tile sizes.
 PALLAS_TILES = tuple(
     PallasTiles(rows, columns, doubled, minor)
     for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))
@@ -221,7 +221,7 @@ class MethodChoice:
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns a copy with another method; only "pipeline" keeps `num_splits`."""
+        """Returns a copy with another method. Only "pipeline" keeps `num_splits`."""
         num_splits = self.num_splits if method is Method.PIPELINE else 0
         is_explicit = not self.may_fall_back
         return dataclasses.replace(
@@ -230,9 +230,9 @@ class MethodChoice:
 
     @property
     def for_local_gemm(self) -> "MethodChoice":
-        """Returns the `MethodChoice` of a GEMM of this call that communicates nothing.
+        """Returns the `MethodChoice` for the local GEMMs of a call with this choice.
 
-        All methods of the engine run such a GEMM alike.
+        A local GEMM communicates nothing, so all methods of the engine run it alike.
         """
         runs_alike = self.method not in (Method.AUTO, Method.XLA)
         method = Method.DIRECT if runs_alike else self.method
@@ -277,7 +277,7 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
 
 
 def refuse_bulk(op: str, source: str) -> NoReturn:
-    """Raises an error: "bulk" needs a GEMM that is independent of the collective."""
+    """Raises the error for "bulk" in a call whose GEMM depends on its collective."""
     raise UnsupportedOverlapError(
         f'{op}: {source} = "bulk" communicates during a GEMM that does not depend on '
         "the communication. Only the backward pass of a column-parallel layer has such "

@@ -16,13 +16,14 @@ from jax_ub._src.errors import OutputError, shown
 _BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
-# Values that round to at least 1 in a unit, as "1.0" or "1.00", are printed in this
-# unit: "1.0 MiB", not "1024.0 KiB".
+# The smallest fractions of a unit that are printed in this unit, for bytes and for
+# other quantities. They are below 1, because a value that is rounded to 1 is printed as
+# "1.0 MiB", not as "1024.0 KiB".
 _LEAST_BYTES, _LEAST = 1 - 0.05 / 1024, 0.9995
 
 
 def version_of(package: str) -> str:
-    """Returns the version of a package; "of a source tree" if it is not installed."""
+    """Returns the version of a package, or "of a source tree" if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

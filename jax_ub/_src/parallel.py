@@ -71,7 +71,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 @dataclasses.dataclass(frozen=True)
 class KernelShards:
-    """Mesh axes over which FSDP shards the kernels of a call, inside `jax.shard_map`.
+    """The mesh axes over which FSDP shards the kernels of a call in a `shard_map`.
 
     Attributes:
         axes: the mesh axes. Each rank along them has one shard.
@@ -113,12 +113,12 @@ class ParallelMode:
     wgrad: tuple[Communication, ...] = ()
 
     def communications(self, direction: str) -> tuple[Communication, ...]:
-        """Returns the collectives of a pass: "fprop", "dgrad" or "wgrad"."""
+        """Returns the collectives of one pass, which is "fprop", "dgrad" or "wgrad"."""
         return {FPROP: self.fprop, DGRAD: self.dgrad, WGRAD: self.wgrad}[direction]
 
     @property
     def function_name(self) -> str:
-        """Returns the name of the public function that computes a layer, as "linear".
+        """Returns the name of the public function for a layer, such as "linear".
 
         The name is "linear" if the forward pass communicates nothing, and otherwise the
         name of the op, such as "all_gather_matmul".

@@ -26,7 +26,7 @@ _E8M0_NAN = 255
 
 
 def sum_dtype(dtype) -> np.dtype:
-    """Returns the dtype in which `dtype` is summed: f64 for f64, otherwise f32."""
+    """Returns the dtype in which `dtype` is summed: f64 for f64, and f32 otherwise."""
     return np.promote_types(dtype, np.float32)
 
 
@@ -53,8 +53,8 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
     """Returns x^T dy in f32, summed over rows: [..., M, K], [..., M, N] -> [K, N]."""
     rows = tuple(range(x.ndim - 1))
     (x, x_factor), (dy, dy_factor) = _factored((x, dy), scales, (None, None))
-    # The output sharding is given, because JAX does not choose one if the sum is over
-    # rows that an explicit mesh shards.
+    # The output sharding is given, because JAX does not choose one if an explicit mesh
+    # shards the rows, over which the product is summed.
     of_x, of_dy = jax.typeof(x).sharding, jax.typeof(dy).sharding
     spec = PartitionSpec(of_x.spec[-1], of_dy.spec[-1])
     is_sharded = any(of_x.spec[:-1]) and any(of_dy.spec[:-1])
@@ -86,7 +86,7 @@ def _factored(operands, scales, contracted):
 
 
 def _times(y, *factors):
-    """Multiplies f32 sums by the scales of both operands; None for a scale of 1.
+    """Multiplies f32 sums by the scales of both operands. A scale of None means 1.
 
     They are multiplied by the product of the scales, or by one after the other if f32
     cannot represent the product as a normal number.
@@ -144,8 +144,8 @@ def expanded(scales, shape):
     """Repeats scales of blocks, so that they can be broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
-        # Sizes are compared by equality, because symbolic sizes of `jax.export` have no
-        # order.
+        # Only equality of sizes is tested, because symbolic sizes of `jax.export` have
+        # no order.
         count = scales.shape[axis]
         if count not in (1, size):
             # `jnp.repeat` cannot repeat along a sharded axis of an explicit mesh, so

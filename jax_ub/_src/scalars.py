@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-# The largest array dimension that is accepted, far more than any memory holds. A
-# product of this size and a few small factors still fits into 64 bits.
+# The largest array dimension that is accepted. It exceeds any memory, and its product
+# with a few small factors still fits into 64 bits.
 LARGEST_SIZE = 1 << 40
 
 

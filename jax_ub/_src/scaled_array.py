@@ -24,17 +24,17 @@ _FIELDS = ("values", "scales", "source")
 # Lower bound of the amax (largest absolute value) of a row in `row_scales`, as in
 # torchao.
 _ROW_EPSILON = 1e-12
-# The layout of f32: width of the significand, and bias of the exponent. In both FP8
-# formats, the largest number is 1.75 times a power of two; _SIGNIFICAND_OF_MAX is the
-# significand of 1.75.
+# The width of the significand and the bias of the exponent of f32. _SIGNIFICAND_OF_MAX
+# is the significand of 1.75: in both FP8 formats, the largest number is 1.75 times a
+# power of two.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 _EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
 # Smallest number of elements for which `_rounded_by_addition` replaces XLA's conversion
 # to FP8. XLA:CPU runs the additions on more threads, which takes longer for small
-# arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
+# arrays. The number was found by timing casts on two Zen 5 cores with 1 to 8 devices.
 _LEAST_ADDITIONS = 1 << 15
-# Number of elements that `amax_of` compares as integers. It then compares the maxima of
-# these groups as f32.
+# Size of the groups in which `amax_of` compares elements as integers. The maxima of the
+# groups are then compared as f32.
 _AMAX_GROUP = 32
 
 
@@ -70,7 +70,7 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # Other leaves are not checked, since JAX also creates this pytree with leaves
+        # Only arrays are checked, since JAX also creates this pytree with other leaves,
         # such as partition specs.
         if is_array(self.values) and is_array(self.scales):
             _check(self.values, self.scales, self.source)
@@ -155,7 +155,7 @@ def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:
 
 
 def is_scaled(value: Any) -> bool:
-    """Returns whether a value is a `ScaledArray`; usable as `is_leaf` of jax.tree."""
+    """Returns whether a value is a `ScaledArray`. Used as `is_leaf` of `jax.tree`."""
     return isinstance(value, ScaledArray)
 
 
@@ -165,12 +165,12 @@ def without_source(operand: ScaledArray) -> ScaledArray:
 
 
 def with_scale_of_shape(operand: ScaledArray, shape: tuple[int, ...]) -> ScaledArray:
-    """Returns an FP8 array with its only scale reshaped to () or (1, ..., 1)."""
+    """Reshapes the single scale of an FP8 array to `shape`: () or (1, ..., 1)."""
     return ScaledArray(operand.values, operand.scales.reshape(shape), operand.source)
 
 
 def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
-    """Returns an FP8 array whose scale is a scalar, if it has one per tensor."""
+    """Reshapes the scale of an FP8 array to a scalar if there is one per tensor."""
     is_tensor = operand.scaling == "tensor"
     return with_scale_of_shape(operand, ()) if is_tensor else operand
 
@@ -277,12 +277,12 @@ def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 def _is_divisible(size):
-    # Under `jax.export`, a size may be symbolic, and its divisors unknown.
+    # Under `jax.export`, a size may be symbolic, and its divisors are then unknown.
     return isinstance(size, int) and size % _AMAX_GROUP == 0
 
 
 def _groups(x, axis):
-    """Splits an axis into groups; returns the array, and the axis within the groups.
+    """Splits an axis into groups. Returns the array, and the axis within a group.
 
     The axis within the groups is not the last axis, along which XLA:CPU uses no vector
     instructions.
@@ -295,11 +295,11 @@ def _groups(x, axis):
 
 
 def _largest_absolute_values(x, axis):
-    """Returns the maxima of |x| along an axis, in f32. The maximum is NaN if an x is.
+    """Returns the maxima of |x| along an axis, in f32. A NaN makes a maximum NaN.
 
-    It compares bits, which have the order of the numbers |x|. XLA:CPU's maximum of
-    floating-point numbers drops NaNs in some arrays of at least 4096 elements, and its
-    maximum over a short axis takes twice as long as this one.
+    The bits are compared as integers, which have the same order as the numbers |x|.
+    XLA:CPU's maximum of floating-point numbers drops NaNs in some arrays of at least
+    4096 elements, and its maximum over a short axis takes twice as long as this one.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
     largest = lax.bitcast_convert_type(jnp.max(bits, axis=axis), x.dtype)
@@ -320,7 +320,7 @@ def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
 def _saturated(x, dtype):
     largest = float(jnp.finfo(dtype).max)
     x = jnp.clip(x, -largest, largest)
-    # Under `jax.export`, a size may be symbolic and not comparable with a number.
+    # Under `jax.export`, a size may be symbolic, and cannot be compared with a number.
     if not isinstance(x.size, int) or x.size < _LEAST_ADDITIONS:
         return x.astype(dtype)
     return lax.platform_dependent(
@@ -340,8 +340,7 @@ def _rounded_by_addition(x, dtype):
     shift = _SIGNIFICAND_BITS - info.nmant
     least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The exponent bits of |x|, or those of the smallest normal FP8 number if these are
-    # larger.
+    # The exponent of |x| or of the smallest normal FP8 number, whichever is larger.
     exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
     addend = exponent + (shift << _SIGNIFICAND_BITS)
     sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
@@ -383,8 +382,8 @@ def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
     amax = _largest_absolute_values(blocks, axis + 1)
     exponents = _exponents_above(amax, dtype) + margin
     bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
-    # An infinite amax gets the largest exponent, and a zero amax the smallest. Their
-    # bits alone would give the exponents of the largest and the smallest finite number.
+    # An infinite amax gets the largest exponent, and a zero amax the smallest.
+    # `_exponents_above` returns other exponents for them.
     bits = jnp.where(jnp.isinf(amax), 254, jnp.where(amax == 0, 0, bits))
     bits = jnp.where(jnp.isnan(amax), 255, bits).astype(jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
@@ -404,9 +403,9 @@ def _exponents_above(amax, dtype):
 
 
 def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:
-    """Returns whether FP8 values with different indices along `axis` have other scales.
+    """Returns whether the scales of FP8 values change along `axis`.
 
-    Blocks along the axis do not count.
+    The scales of consecutive blocks along the axis do not count as a change.
     """
     if scales.dtype == jnp.float8_e8m0fnu:
         return scales.shape[axis] == shape[axis]
