@@ -37,8 +37,8 @@ TABLE = (
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
 OPERANDS = RESULTS  # operands without scales
 FP8 = tuple(row.dtype for row in TABLE if row.is_operand and not row.is_result)
-# Maps short dtype names of the engine to NumPy's names, such as "f32" to "float32". FP8
-# dtypes are not included.
+# Maps short dtype names of the engine to NumPy's names, such as "f32" to "float32".
+# `SHORT_NAMES` is the inverse. FP8 dtypes are not included.
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE if row.is_result}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
 

@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a forward pass, in which "bulk" is "ring_exchange".
+        """Returns the method for a forward pass: "ring_exchange" replaces "bulk".
 
         `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
         its GEMM reads what the collective gathers, or computes what it sums.
@@ -71,7 +71,7 @@ class Variant(enum.Enum):
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Returns whether the ranks form pairs, as `Variant.AGGREGATE` requires."""
+    """Returns whether `Variant.AGGREGATE` can form at least two pairs of ranks."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
@@ -80,8 +80,8 @@ def has_pairs(num_ranks: int) -> bool:
 # `DefaultSplits` in csrc/engine/*/*_device.h.
 DEFAULT_SPLITS = 4
 
-# Maps methods to their numbers in FFI attributes, which must equal those of `Method` in
-# csrc/schedule/schedule.h. The engine has neither "auto" nor "xla".
+# Maps methods to their numbers in FFI attributes, which must equal the numbers of
+# `Method` in csrc/schedule/schedule.h. The engine has neither "auto" nor "xla".
 _CODES = {
     Method.DIRECT: 0,
     Method.RING_EXCHANGE: 1,
@@ -143,7 +143,7 @@ class KernelOptions:
         return {name: int(value) for name, value in fields.items()}
 
     def differences(self) -> dict[str, bool | int | str]:
-        """Returns the options that differ from their defaults, by name."""
+        """Returns a dict of the options that differ from their defaults."""
         return {
             field.name: value.value if isinstance(value, Variant) else value
             for field in dataclasses.fields(self)

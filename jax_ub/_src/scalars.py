@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-# The largest array dimension that is accepted. It exceeds any memory, and its product
-# with a few small factors still fits into 64 bits.
+# The largest array dimension that is accepted. No memory holds an array of this size.
+# The product of the size and a few small factors still fits into 64 bits.
 LARGEST_SIZE = 1 << 40
 
 

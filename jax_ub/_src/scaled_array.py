@@ -106,13 +106,13 @@ class ScaledArray:
 
     @property
     def scaling(self) -> str:
-        """Returns what shares a scale: "tensor", "row" (or column) or "block"."""
+        """Returns what shares a scale: a "tensor", a "row" (or column) or a "block"."""
         if self.scales.dtype == jnp.float8_e8m0fnu:
             return "block"
         return "row" if any(size != 1 for size in self.scales.shape) else "tensor"
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """Returns the array in a wide dtype: `values * scales`, rounded once.
+        """Returns the array in a wider dtype: `values * scales`, rounded once.
 
         The result has no gradient with respect to `source`. In f16, 2^16 becomes 65504,
         because FP8 rounds the largest f16 numbers up to 2^16.
@@ -133,7 +133,7 @@ class ScaledArray:
 
     @property
     def wide_dtype(self) -> np.dtype:
-        """Returns the dtype of `source` and its gradient; bf16 without a source."""
+        """Returns the dtype of `source` and its gradient, or bf16 without a source."""
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
 
 
@@ -295,7 +295,7 @@ def _groups(x, axis):
 
 
 def _largest_absolute_values(x, axis):
-    """Returns the maxima of |x| along an axis, in f32. A NaN makes a maximum NaN.
+    """Returns the maxima of |x| along an axis, in f32. NaNs in x result in NaN.
 
     The bits are compared as integers, which have the same order as the numbers |x|.
     XLA:CPU's maximum of floating-point numbers drops NaNs in some arrays of at least

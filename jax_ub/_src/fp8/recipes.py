@@ -56,7 +56,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams(KeywordsChecked):
-    """Options of `Float8CurrentScaling` for the scale of one kind of operand.
+    """Options of `Float8CurrentScaling` to compute the scale of one kind of operand.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 
@@ -253,7 +253,7 @@ _QPARAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(KeywordsChecked):
-    """FP8 recipe with a power-of-two scale per 32 contracted values (MXFP8).
+    """FP8 recipe with a power-of-two scale for each 32 contracted values (MXFP8).
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.
@@ -382,7 +382,7 @@ def _check_is_false(recipe, field, reason):
 
 
 def _check_precision(recipe):
-    """Raises an error if a recipe requests FP8 attention or a wide backward pass."""
+    """Raises an error if a recipe requests FP8 attention or a non-FP8 backward pass."""
     name = type(recipe).__name__
     for field in ("fp8_dpa", "fp8_mha"):
         _check_is_false(recipe, field, "attention does not run in FP8")

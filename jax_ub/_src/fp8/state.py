@@ -245,7 +245,7 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits the path of a leaf in an FP8 state into the tensor's path and the kind.
+    """Splits a leaf's path in an FP8 state into the tensor's path and the leaf's kind.
 
     The kind is "scale" or "amax_history", and "" for any other leaf.
     """

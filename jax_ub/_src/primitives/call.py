@@ -154,9 +154,9 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of operands that are kernels, stored in either layout.
+        """Returns the indices of the operands that are kernels of a layer.
 
-        `rhs_transposed` is the layout. Empty for calls without this option.
+        The call has an option `rhs_transposed` for their layout. Empty for other calls.
         """
         return range(0)
 
@@ -220,7 +220,7 @@ class Call:
         raise NotImplementedError
 
     def gathered_dtype(self, *operands) -> np.dtype | None:
-        """Returns the dtype of the all-gathered array; None if none is gathered."""
+        """Returns the dtype of the all-gathered array, or None if none is gathered."""
         return operands[0].dtype if self.gathers else None
 
     def gathered_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

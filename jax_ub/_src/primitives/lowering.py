@@ -177,7 +177,7 @@ def _behind_barrier(results):
 
 
 def _instead_of_pallas(call, reason):
-    """Returns a text that says why a call does not run by JAX's Pallas kernel."""
+    """Returns a text that says why JAX's Pallas kernel does not run a call."""
     choice = dataclasses.replace(call.choice, pallas=None)
     return (
         f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "

@@ -91,9 +91,9 @@ class Matmul(SummedMatmul):
         return overwritten(operands, len(operands) - 1, self.out_dtype)
 
     def tuned_op(self, operands):
-        # Only GEMMs that the `tune` command measures have a key. cuBLASLt proposes a
-        # list of algorithms for each combination of layouts, dtypes and addends, and a
-        # tuned file has an index into this list.
+        # A tuned file has an index into the list of algorithms that cuBLASLt proposes.
+        # The list depends on layouts, dtypes and addends, so only GEMMs with the
+        # combinations that the `tune` command measures have a key.
         dtype = operands[0].dtype
         if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
             return None
@@ -104,7 +104,7 @@ class Matmul(SummedMatmul):
 
 
 class MatmulReduceScatter(SummedMatmul):
-    """Reduce-scatters scale * sum_i x_i w_i over the ranks; adds bias and residual.
+    """Reduce-scatters scale * sum_i x_i w_i over the ranks. Adds bias and residual.
 
     Bias and residual are added to this rank's rows, [..., m, N].
     """
@@ -119,7 +119,7 @@ class MatmulReduceScatter(SummedMatmul):
 
 
 class MatmulAllReduce(SummedMatmul):
-    """All-reduces scale * sum_i x_i w_i over the ranks; adds bias and residual.
+    """All-reduces scale * sum_i x_i w_i over the ranks. Adds bias and residual.
 
     Bias and residual are added once, after the reduction, so they and the result are
     the same on every rank.

@@ -116,7 +116,7 @@ class CallConfig:
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns shape [in, out] and dtype of a kernel, given w, its FSDP shard."""
+        """Returns shape and dtype of the kernel [in, out] whose FSDP shard is w."""
         shapes.check_array(self.label, "w", w)
         shape = list(w.shape)
         if self.shards is not None:
@@ -132,12 +132,12 @@ class CallConfig:
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Returns these settings for the dgrad, the GEMM for the gradient of x."""
+        """Returns a copy for the dgrad, the GEMM that computes the gradient of x."""
         return self._with_choice(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Returns these settings for the wgrad, the GEMM for the kernel's gradient."""
+        """Returns a copy for the wgrad, the GEMM that computes the kernel gradient."""
         return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
     def _with_choice(self, choice):
@@ -156,10 +156,10 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Returns whether operands may be f64.
+        """Returns whether operands may be f64, because no pass runs on the engine.
 
-        They may if forward pass, dgrad and wgrad all have method "xla", which is plain
-        `jax.lax`, because the engine has no f64 GEMM.
+        The engine has no f64 GEMM. So forward pass, dgrad and wgrad must all have
+        method "xla", which is plain `jax.lax`.
         """
         return all(choice.method is Method.XLA for choice in self._choices)
 
@@ -191,7 +191,7 @@ class CallConfig:
         )
 
     def axes(self, *operands) -> frozenset[str]:
-        """Returns the mesh axes over which the operands vary, and `axis_name`.
+        """Returns the mesh axes over which the operands vary, united with `axis_name`.
 
         `axis_name` is left out with `check_vma=False`, where values have no vma type.
         """

@@ -151,7 +151,7 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns a dict of operands: "x" and "w", or "w[0]", ... for several kernels."""
+    """Returns the operands as a dict by name. Several kernels are "w[0]", "w[1]"..."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 

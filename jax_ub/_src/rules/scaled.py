@@ -126,10 +126,10 @@ def scaled_gradients(
 
 
 def _dequantized(config, saved, gathers_x):
-    """Dequantizes saved FP8 operands that the engine cannot multiply by a wide dy.
+    """Dequantizes saved FP8 operands that the engine cannot multiply by a non-FP8 dy.
 
-    A wide dy is not FP8. `gathers_x` is whether the kernel gradients need rows of x
-    from other ranks. The rows are then gathered before x is dequantized.
+    `gathers_x` is whether the kernel gradients need rows of x from other ranks. The
+    rows are then gathered before x is dequantized.
     """
     x, gathered, ws = (saved[name] for name in ("x", "gathered", "ws"))
     if gathers_x and is_scaled(x) and not _multiplies_wide(config, x):

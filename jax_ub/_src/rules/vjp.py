@@ -58,9 +58,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
         _check_unsharded_features(config, *values[:3])
         ys, gathered = rule(config, *not_reduced(values))
-        # With main_grads, the kernel gradients are part of the gradients of main_grads,
-        # so they are needed only if those are. stop_gradient on ws would have the same
-        # effect, but a scan over layers would save its result as another residual.
+        # With main_grads, the kernel gradients are computed only if main_grads need
+        # gradients, to which the kernel gradients are added. stop_gradient on ws would
+        # have the same effect, but a scan over layers would save its result as another
+        # residual.
         wants_dw = needs(ws if main_grads is None else main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
@@ -200,8 +201,8 @@ def mapped_together(results: Any, operands: Any) -> Any:
     @same.def_vmap
     def same_of_mapped(axis_size, is_mapped, results, operands):
         if not any(jax.tree.leaves(is_mapped)):
-            # This happens if `jax.vmap` maps only the tangents of a `jax.jvp`. Calling
-            # `same` again would recurse without end.
+            # No operand is mapped if `jax.vmap` maps only the tangents of a `jax.jvp`.
+            # Calling `same` again would then recurse without end.
             return results, is_mapped[0]
 
         def repeated(result, is_mapped):

@@ -41,11 +41,12 @@ def resolve_parallel(op: str, name: str, kind: str | None) -> str:
 def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "column", "row" or None for a kernel `[*in, *out]` by its partition spec.
+    """Returns the parallel mode of a kernel's partition spec: "column", "row" or None.
 
-    The result is "row" if an input dimension is sharded over all of `axis_name`, and
-    "column" if an output dimension is. The result is None if no dimension is, or if the
-    spec is None (unknown). `num_in` is the number of input dimensions.
+    The kernel is `[*in, *out]`. The result is "row" if an input dimension is sharded
+    over all of `axis_name`, and "column" if an output dimension is. The result is None
+    if no dimension is, or if the spec is None (unknown). `num_in` is the number of
+    input dimensions.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -314,7 +315,7 @@ class ShardingLayout(PickledMeshes):
         return tuple(dims)[::-1]
 
     def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
-        """Returns a copy without FSDP if its axes cannot shard the kernel evenly."""
+        """Returns a copy without FSDP axes if these cannot shard the kernel evenly."""
         sizes = (mesh.shape.get(name, 0) for name in self.fsdp_axes)
         num_parts = math.prod(sizes)
         if num_parts and shape[self._fsdp_dim] % num_parts == 0:

@@ -47,7 +47,7 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if not sharding.mesh.explicit_axes:
         return y.reshape(shape)
-    # The sharding is given, because JAX would choose another one of the new dimensions
-    # if the first new dimension had size 1.
+    # The sharding is given, because JAX would shard another new dimension if the first
+    # new dimension had size 1.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))

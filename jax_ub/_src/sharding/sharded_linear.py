@@ -91,7 +91,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
         # This check finds two calls that accumulate into the same main_grad. The ops
-        # cannot find them, because `shard_map` and reshapes pass new arrays to the ops.
+        # cannot find such calls, because `shard_map` and reshapes pass new arrays to
+        # the ops.
         main_grads = claim_main_grads(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
@@ -106,8 +107,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     x_matrix = operands[0]
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
         # The ops reject empty arrays, so the empty result is made here. With a
-        # main_grad, the ops raise this error, because an empty result would discard the
-        # main_grad.
+        # main_grad, the empty arrays are passed to the ops, which raise an error,
+        # because an empty result would discard the main_grad.
         ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
