@@ -9,7 +9,7 @@ import pytest
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.replay import Processors, Workload, end_s, timeline
+from jax_ub._src.prediction.replay import Processors, Workload, replay
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = hardware.find("h100")
@@ -48,7 +48,7 @@ def test_gemms_in_chunks_are_predicted_within_a_sixth(model, layer, num_ranks):
     work = Workload(found.op, 8192, found.K, found.N, num_ranks)
     whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm_of(work.M))[1]
     processors = Processors(MACHINE, LANES, 2)
-    chunk = work.gemm_of(work.split_rows(1))
+    chunk = work.gemm_of(work.M // num_ranks)
     chunked = max(processors.run(0.0, chunk)[1] for _ in range(num_ranks))
     assert chunked / whole == pytest.approx(measured, rel=1 / 6)
 
@@ -66,5 +66,5 @@ def test_launches_of_small_calls_are_predicted_within_two_fifths(op, method, tit
     name = f"{title} of 64 tokens, P=8, replayed, us"
     measured_us = figures("loopback_17b2020.json")[name]
     work = Workload(op, 64, 1024, 1024, 8)
-    spans = timeline(work, MACHINE, MethodChoice(Method(method)))
-    assert 1e6 * end_s(spans) == pytest.approx(measured_us, rel=0.4)
+    call = replay(work, MACHINE, MethodChoice(Method(method)))
+    assert 1e6 * call.end_s == pytest.approx(measured_us, rel=0.4)

@@ -1,6 +1,7 @@
 """The replay of schedules, compared with formulas and between ranks."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -9,10 +10,9 @@ from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.replay import (
     Gemm,
     Processors,
+    Replay,
     Workload,
-    end_s,
     replay,
-    timeline,
 )
 from jax_ub._src.runtime import cpu_engine
 
@@ -29,7 +29,7 @@ METHODS = ("ring_exchange", "pipeline", "external")
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def spans_of(
+def replayed(
     work,
     machine,
     method="ring_exchange",
@@ -39,16 +39,20 @@ def spans_of(
 ):
     options = KernelOptions(num_lanes=streams, variant=variant)
     choice = MethodChoice(Method(method), num_splits, options)
-    return timeline(work, machine, choice)
+    return replay(work, machine, choice)
 
 
-def seconds(*arguments, **which):
-    return end_s(spans_of(*arguments, **which))
+def spans_of(*arguments, **options):
+    return replayed(*arguments, **options).spans
+
+
+def seconds(*arguments, **options):
+    return replayed(*arguments, **options).end_s
 
 
 def chunk_times(workload, machine):
-    rows = workload.split_rows(1)
-    gemm_s = workload.gemm_of(rows).flops / machine.flops_per_s
+    rows = workload.M // workload.num_ranks
+    gemm_s = 2 * math.prod(workload.gemm_of(rows)) / machine.flops_per_s
     wire_s = workload.wire_bytes("operand", rows) / machine.wire_bytes_per_s
     return gemm_s, wire_s
 
@@ -98,15 +102,15 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
     work = Workload(
         "matmul_all_reduce", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
     )
-    gemm_s = work.gemm_of(work.M).flops / machine.flops_per_s
+    gemm_s = 2 * math.prod(work.gemm_of(work.M)) / machine.flops_per_s
     wire_s = work.wire_bytes("partial", work.M) / machine.wire_bytes_per_s
     sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
-    spans = spans_of(work, machine, variant=Variant.ONE_SHOT)
+    call = replayed(work, machine, variant=Variant.ONE_SHOT)
     # Each rank sends all of its partial sums to every peer, which sums them.
-    assert end_s(spans) == pytest.approx(
+    assert call.end_s == pytest.approx(
         gemm_s + (num_ranks - 1) * wire_s + machine.handshake_s + sum_s
     )
-    sent = [span for span in spans if span.kind == "put"]
+    sent = [span for span in call.spans if span.kind == "put"]
     assert len(sent) * wire_s == pytest.approx(
         work.one_shot_bytes / machine.wire_bytes_per_s
     )
@@ -139,7 +143,7 @@ def test_one_rank_represents_all_ranks(name, op, method, variant):
                 op, method, rank, num_ranks, num_splits, variant.value
             )
             puts = [step for step in steps if step.kind == "put"]
-            spans = replay(steps, work, machine, num_splits, num_streams=2)
+            spans = Replay(steps, work, machine, num_streams=2).spans
             times = [span.end_s for span in spans if span.kind == "put"]
             for put, time in zip(puts, times, strict=True):
                 filled_s[put.peer, put.slot] = sent_s[rank, put.slot] = time
@@ -239,4 +243,4 @@ def test_a_deadlock_is_an_error():
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)
     with pytest.raises(ArithmeticError, match="wait for ever"):
-        replay(waits, work, SMOOTH)
+        Replay(waits, work, SMOOTH)

@@ -58,7 +58,7 @@ def test_a_gemm_in_chunks_takes_the_time_of_the_separate_model(name):
     for cells in (cells for cells in CHUNKED if cells[0] == name):
         work = workload(*cells[:4])
         whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm_of(work.M))[1]
-        chunk = work.gemm_of(work.split_rows(1))
+        chunk = work.gemm_of(work.M // work.num_ranks)
         chunked = []
         for streams in (1, 2, 3):
             processors = Processors(MACHINE, streams, 2)

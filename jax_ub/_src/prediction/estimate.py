@@ -11,14 +11,7 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, sh
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.hardware import Hardware
-from jax_ub._src.prediction.replay import (
-    PRODUCTS,
-    Gemm,
-    Workload,
-    end_s,
-    gemm_s,
-    timeline,
-)
+from jax_ub._src.prediction.replay import PRODUCTS, Gemm, Workload, gemm_s, replay
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -199,19 +192,19 @@ def _with_seconds(found, work, run, machine):
         # Method "direct" on a host. A GEMM reads the peers' memory in place, so it
         # takes a launch but no transfers. A collective without a GEMM takes its
         # transfers. Both end with a barrier. A wgrad takes only its GEMM.
-        seconds += machine.launch_s if work.has_product else found.wire_s
+        seconds += machine.launch_s if found.op in PRODUCTS else found.wire_s
         seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
     elif run.method is not Method.DIRECT:
-        spans = timeline(work, machine, run)
+        call = replay(work, machine, run)
         # A one-shot all-reduce sends and sums the data in a single kernel.
         is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
-        num_launches = sum(not is_one_shot or span.kind != "put" for span in spans)
-        if work.has_product:
-            seconds = end_s(spans)
+        num_launches = sum(not is_one_shot or span.kind != "put" for span in call.spans)
+        if found.op in PRODUCTS:
+            seconds = call.end_s
         elif found.op == "wgrad" or machine.is_host:
-            seconds += end_s(spans)
+            seconds += call.end_s
         else:
-            seconds = max(seconds, end_s(spans))
+            seconds = max(seconds, call.end_s)
     seconds = max(seconds, found.gemm_s)
     return dataclasses.replace(found, seconds=seconds, num_launches=num_launches)
 
@@ -257,14 +250,14 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
 
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options with which the machine's engine runs a call."""
-    method = choice.method
-    gathers_x = work.gathers and work.has_product and not machine.is_host
+    method, is_product = choice.method, work.op in PRODUCTS
+    gathers_x = work.gathers and is_product and not machine.is_host
     if gathers_x and work.gathered_itemsize != work.itemsize:
         method = Method.XLA  # GPUs multiply no FP8 by wide operands
     if method is Method.DIRECT and not machine.is_host:
         method = Method.AUTO  # the CUDA engine cannot read the peers' memory in place
     if method is not Method.AUTO:
-        method = method.forward if work.has_product else method
+        method = method.forward if is_product else method
     elif machine.is_host:
         method = Method.DIRECT
     elif work.num_ranks == 1:

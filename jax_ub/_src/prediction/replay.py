@@ -14,8 +14,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, MethodChoice
 from jax_ub._src.prediction.hardware import Hardware
@@ -43,20 +42,12 @@ _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
 _MAX_WAVES = 24
 
 
-Step = Any  # a step of a rank's schedule, as documented in `jax_ub/_cpu.pyi`
-
-
-@dataclasses.dataclass(frozen=True)
-class Gemm:
+class Gemm(NamedTuple):
     """The sizes of a GEMM on one rank, which multiplies [m, k] by [k, n]."""
 
     m: int
     n: int
     k: int
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +72,11 @@ class Workload:
     def gathers(self) -> bool:
         return self.op.startswith("all_gather")
 
-    @property
-    def has_product(self) -> bool:
-        return self.op in PRODUCTS
-
     def gemm_of(self, num_rows: int) -> Gemm:
         """Returns the sizes of the GEMM that one rank computes for `num_rows` rows."""
         if self.gathers:
             return Gemm(num_rows, self.N // self.num_ranks, self.K)
         return Gemm(num_rows, self.N, self.K // self.num_ranks)
-
-    def split_rows(self, num_splits: int) -> int:
-        """Returns the number of rows in a split of a chunk (one rank's rows)."""
-        return math.ceil(self.M / (self.num_ranks * num_splits))
 
     @property
     def result_itemsize(self) -> int:
@@ -133,7 +116,7 @@ def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
 
     `part` has the rates of one rank.
     """
-    seconds = gemm.flops / part.flops_of(itemsize)
+    seconds = 2.0 * gemm.m * gemm.n * gemm.k / part.flops_of(itemsize)
     if part.is_host:
         return seconds, seconds
     return seconds, max(seconds, _tile(part, gemm, part.processors, itemsize).seconds)
@@ -201,8 +184,7 @@ class Processors:
         return start, self._free[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A simulated step of a schedule (a launch on a GPU), with its times in seconds."""
 
     kind: str
@@ -211,8 +193,8 @@ class Span:
     end_s: float
 
 
-def timeline(work: Workload, machine: Hardware, choice: MethodChoice) -> list[Span]:
-    """Simulates a call by its schedule; returns one rank's steps with their times.
+def replay(work: Workload, machine: Hardware, choice: MethodChoice) -> "Replay":
+    """Simulates a call by its schedule.
 
     Of the options of `choice`, the number of splits, the variant of the schedule and,
     on GPUs, the number of streams for GEMMs have an effect.
@@ -229,40 +211,21 @@ def timeline(work: Workload, machine: Hardware, choice: MethodChoice) -> list[Sp
         steps = schedule(*sizes, options.variant.value)
     except ValueError:  # as in the engine, a variant that the op lacks has no effect
         steps = schedule(*sizes)
-    return replay(steps, work, machine, num_splits, options.num_lanes)
+    return Replay(steps, work, machine, options.num_lanes)
 
 
-def replay(
-    steps: Sequence[Step],
-    work: Workload,
-    machine: Hardware,
-    num_splits: int = 1,
-    num_streams: int = 1,
-) -> list[Span]:
-    """Simulates the steps of a rank; returns the start and end of each."""
-    rank = _Rank(steps, work, machine, num_splits, num_streams)
-    for step in steps:
-        if action := getattr(rank, step.kind, None):
-            action(step)
-        rank.previous = step.kind
-    if not machine.is_host and work.num_ranks > 1:
-        end = end_s(rank.spans)
-        rank.spans.append(Span("end", (), end, end + machine.launch_s))
-    return rank.spans
+class Replay:
+    """A simulated call: the steps of one rank with their times, as `spans`.
 
+    A step (see `Step` in `jax_ub/_cpu.pyi`) is simulated by the method named after its
+    kind. Other steps take no time.
+    """
 
-def end_s(spans: Sequence[Span]) -> float:
-    """Returns the time at which the last step ends, the duration of the call."""
-    return max((span.end_s for span in spans), default=0.0)
-
-
-class _Rank:
-    """The state of a simulated rank. Its methods are the steps that take time."""
-
-    def __init__(self, steps, work, machine, num_splits, num_streams):
+    def __init__(self, steps, work, machine, num_streams=1):
         self.spans: list[Span] = []
-        self.previous = ""  # the kind of the previous step
-        self._work, self._rows = work, work.split_rows(num_splits)
+        self._work = work
+        num_splits = 1 + max(step.split for step in steps)
+        self._rows = math.ceil(work.M / (work.num_ranks * num_splits))  # of a split
         self._hardware, self._gpu = machine.shared_by(work.num_ranks), None
         if not machine.is_host:
             self._gpu = Processors(machine, num_streams, work.itemsize)
@@ -279,25 +242,33 @@ class _Rank:
         # The times at which received data, products and sums are complete, by payload,
         # chunk and split. The rank's own operands are complete from the start.
         self._ready: dict[tuple, float] = collections.defaultdict(float)
+        for step in steps:
+            if simulate := getattr(self, step.kind, None):
+                simulate(step)
+        if not machine.is_host and work.num_ranks > 1:
+            end = self.end_s
+            self.spans.append(Span("end", (), end, end + machine.launch_s))
+
+    @property
+    def end_s(self) -> float:
+        """Returns the time at which the last step ends, the duration of the call."""
+        return max((span.end_s for span in self.spans), default=0.0)
 
     def wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free. On
         # a GPU, one launch waits for all of them.
-        if not any(span.kind == "wait_free" for span in self.spans):
-            self._launch_wait(step)
+        if self._launch_s and all(span.kind != "wait_free" for span in self.spans):
+            self._run(step, 0.0, self._launch_s)
 
     def wait(self, step):
         if step.slot not in self._arrivals:
             raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
-        if self.previous != "wait":  # one kernel waits for all data of several waits
-            self._launch_wait(step)
+        # On a GPU, one kernel waits for all data of several waits.
+        if self._launch_s and self.spans[-1].kind != "wait":
+            self._run(step, 0.0, self._launch_s)
         self._clock = max(self._clock, self._arrivals[step.slot])
         if step.payload != "partial":  # the sum follows the waits for partial sums
             self._ready[_data(step)] = self._clock
-
-    def _launch_wait(self, step):
-        if self._launch_s:
-            self._run(step, 0.0, self._launch_s)
 
     def put(self, step):
         num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
@@ -313,7 +284,7 @@ class _Rank:
         gemm = self._work.gemm_of(step.num_chunks * self._rows_of(step))
         ready = max(self._ready["operand", chunk, step.split] for chunk in chunks)
         if self._gpu is None:
-            seconds = gemm.flops / self._hardware.flops_of(self._work.itemsize)
+            seconds, _ = gemm_s(gemm, self._hardware, self._work.itemsize)
             end = self._run(step, ready, seconds + self._hardware.launch_s)
         else:
             start, end = self._gpu.run(ready, gemm)
