@@ -1,6 +1,7 @@
 """Predicts the time of one call, and whether XLA is faster."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -46,8 +47,6 @@ class Prediction:
             partial sums in f32.
         moved_bytes: bytes that each rank sends, and also receives.
         variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
-        num_launches: number of kernels and copies that a GPU launches; 0 without a
-            schedule.
     """
 
     op: str
@@ -60,7 +59,6 @@ class Prediction:
     moved_bytes: float
     variant: str
     seconds: float = 0.0
-    num_launches: int = 0
 
     @property
     def ideal_s(self) -> float:
@@ -71,14 +69,20 @@ class Prediction:
         return self.library_gemm_s + self.collective_s
 
     @property
-    def is_slower_than_xla(self) -> bool:
-        """Returns whether a call with method "auto" should run in XLA on these GPUs.
+    def why_xla_is_faster(self) -> str | None:
+        """Returns why XLA should run a call of method "auto" on GPUs, or None.
 
         Only a GEMM that overlaps its own communication is left to XLA. For other calls,
         the predictions differ only by the assumed efficiencies of the collectives.
         """
         is_one_shot = self.variant == Variant.ONE_SHOT.value
-        return self.op in PRODUCTS and not is_one_shot and self.seconds > self.plain_s
+        if self.op not in PRODUCTS or is_one_shot or self.seconds <= self.plain_s:
+            return None
+        return (
+            f"overlapped it is predicted to take {1e6 * self.seconds:.0f} us, and as "
+            f"XLA's GEMM and collective {1e6 * self.plain_s:.0f} us; `python -m jax_ub "
+            "simulate` prints the rates, and `python -m jax_ub tune` measures it"
+        )
 
 
 def predict(*arguments, **options) -> float:
@@ -129,16 +133,15 @@ def estimate(  # noqa: PLR0913, the call and the machine
     call = op, (M, K, N, P), dtype, machine, gathered_dtype
     found = _estimate(method, *call)
     is_auto_on_gpus = method.method is Method.AUTO and not machine.is_host
-    if is_auto_on_gpus and found.is_slower_than_xla:
+    if is_auto_on_gpus and found.why_xla_is_faster:
         return _estimate(MethodChoice(Method.XLA), *call)
     return found
 
 
-def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
+def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None, enqueue_s=0.0):
     """Predicts a call as the engine runs it, even if "auto" would select XLA."""
     M, K, N, P = sizes
     itemsize, is_product = np.dtype(dtype).itemsize, op in PRODUCTS
-    gathered_dtype = dtype if gathered_dtype is None else gathered_dtype
     work = Workload(
         *(_CONCURRENT.get(op, op), M, K, N if is_product else K),
         num_ranks=1 if op == "matmul" else P,
@@ -146,7 +149,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         # CPUs exchange partial sums of products in f32. GPUs first round them to the
         # dtype of the operands, or to 16 bits for FP8 operands.
         partial_itemsize=4 if machine.is_host and is_product else max(itemsize, 2),
-        gathered_itemsize=np.dtype(gathered_dtype).itemsize,
+        gathered_itemsize=np.dtype(gathered_dtype or dtype).itemsize,
     )
     if op in _CONCURRENT and work.num_ranks == 1:
         choice = MethodChoice(Method.XLA)  # nothing to communicate
@@ -155,12 +158,6 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
     if op not in _COLLECTIVES:
         gemm = work.gemm_of(M) if is_product else Gemm(M, N // P, K)
         alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
-
-    def collective_s(num_bytes):
-        if work.num_ranks == 1:
-            return 0.0
-        return part.vendor_collective_s(num_bytes / part.wire_bytes_per_s)
-
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
     sent_itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize
     xla_itemsize = 4 if part.is_host and sent_itemsize == 2 else sent_itemsize
@@ -175,38 +172,40 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         gemm_s=alone_s,
         wire_s=moved_bytes / part.wire_bytes_per_s,
         library_gemm_s=library_gemm_s,
-        collective_s=collective_s(xla_bytes),
-        plain_s=library_gemm_s + collective_s(plain_bytes),
+        collective_s=part.vendor_collective_s(xla_bytes),
+        plain_s=library_gemm_s + part.vendor_collective_s(plain_bytes),
         moved_bytes=plain_bytes if run.method is Method.XLA else moved_bytes,
         variant=run.kernel_options.variant.value,
     )
-    return _with_seconds(found, work, run, machine)
+    seconds = _seconds(found, work, run, machine, enqueue_s)
+    return dataclasses.replace(found, seconds=max(seconds, found.gemm_s))
 
 
-def _with_seconds(found, work, run, machine):
-    """Adds the duration of the whole call to a prediction of its parts."""
-    seconds, num_launches = found.library_gemm_s, 0
+def _seconds(found, work, run, machine, enqueue_s):
+    """Returns the duration of a call whose parts take the times in `found`.
+
+    A host needs `enqueue_s` for each launch on a GPU.
+    """
     if run.method is Method.XLA:
-        seconds = found.plain_s
-    elif run.method is Method.DIRECT and found.op != "wgrad":
-        # Method "direct" on a host. A GEMM reads the peers' memory in place, so it
-        # takes a launch but no transfers. A collective without a GEMM takes its
-        # transfers. Both end with a barrier. A wgrad takes only its GEMM.
-        seconds += machine.launch_s if found.op in PRODUCTS else found.wire_s
-        seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
-    elif run.method is not Method.DIRECT:
-        call = replay(work, machine, run)
-        # A one-shot all-reduce sends and sums the data in a single kernel.
-        is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
-        num_launches = sum(not is_one_shot or span.kind != "put" for span in call.spans)
-        if found.op in PRODUCTS:
-            seconds = call.end_s
-        elif found.op == "wgrad" or machine.is_host:
-            seconds += call.end_s
-        else:
-            seconds = max(seconds, call.end_s)
-    seconds = max(seconds, found.gemm_s)
-    return dataclasses.replace(found, seconds=seconds, num_launches=num_launches)
+        return found.plain_s
+    if run.method is Method.DIRECT:
+        # On a host, a GEMM reads the peers' memory in place, so it takes a launch but
+        # no transfers. A collective without a GEMM takes its transfers. Both end with a
+        # barrier. A wgrad takes only its GEMM.
+        if found.op == "wgrad":
+            return found.library_gemm_s
+        barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
+        reading_s = machine.launch_s if found.op in PRODUCTS else found.wire_s
+        return found.library_gemm_s + reading_s + barrier_s
+    call = replay(work, machine, run)
+    # The GEMM of a product is in its schedule.
+    other_s = 0.0 if found.op in PRODUCTS else found.library_gemm_s
+    is_sequential = found.op == "wgrad" or machine.is_host
+    seconds = other_s + call.end_s if is_sequential else max(other_s, call.end_s)
+    # A one-shot all-reduce sends and sums the data in a single kernel.
+    is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
+    num_launches = sum(not is_one_shot or span.kind != "put" for span in call.spans)
+    return max(seconds, num_launches * enqueue_s)
 
 
 def estimate_on_gpus(
@@ -218,54 +217,40 @@ def estimate_on_gpus(
 ) -> Prediction | None:
     """Predicts the time of an overlapped call on the GPUs for which it is lowered.
 
-    Returns None if `devices` are no GPUs or the call is not modeled. XLA captures no
-    calls of a process with several GPUs, so their hosts enqueue each launch. `sizes`
-    are M, K, N and P of `estimate`.
+    Returns None if `devices` are no GPUs or the call is not modeled. `sizes` are M, K,
+    N and P of `estimate`.
     """
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
     is_modeled = op in OPS and np.dtype(dtype).itemsize in machines.ITEMSIZES
     if not is_modeled or min(sizes) < 1:
         return None
-    name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
-    found = _estimate(choice, op, sizes, dtype, machines.find(name))
-    if len({device.process_index for device in devices}) < len(devices):
-        enqueued_s = found.num_launches * _ENQUEUE_S
-        found = dataclasses.replace(found, seconds=max(found.seconds, enqueued_s))
-    return found
-
-
-def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str | None:
-    """Returns why XLA should run a call with method "auto"; None if it should not."""
-    is_known = machines.name_of_kind(devices[0].device_kind) is not None
-    if not is_known or not found.is_slower_than_xla:
-        return None
-    overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.plain_s))
-    return (
-        f"overlapped it is predicted to take {overlapped_us:.0f} us, and as XLA's GEMM "
-        f"and collective {xla_us:.0f} us; `python -m jax_ub simulate` prints the "
-        "rates, and `python -m jax_ub tune` measures it"
-    )
+    name = machines.name_of_kind(devices[0].device_kind)
+    machine = machines.HARDWARE[name or _ASSUMED]
+    # XLA captures no calls of a process with several GPUs, so that its host enqueues
+    # each launch.
+    is_captured = len({device.process_index for device in devices}) == len(devices)
+    enqueue_s = 0.0 if is_captured else _ENQUEUE_S
+    found = _estimate(choice, op, sizes, dtype, machine, enqueue_s=enqueue_s)
+    # Unknown GPUs overlap every call.
+    return found if name else dataclasses.replace(found, plain_s=math.inf)
 
 
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options with which the machine's engine runs a call."""
-    method, is_product = choice.method, work.op in PRODUCTS
-    gathers_x = work.gathers and is_product and not machine.is_host
-    if gathers_x and work.gathered_itemsize != work.itemsize:
+    # The CUDA engine cannot read the peers' memory in place, so "direct" is "auto".
+    method, is_auto = choice.method, choice.method in (Method.AUTO, Method.DIRECT)
+    if machine.is_host:
+        method = Method.DIRECT if is_auto else method
+    elif work.op == "all_gather_matmul" and work.gathered_itemsize != work.itemsize:
         method = Method.XLA  # GPUs multiply no FP8 by wide operands
-    if method is Method.DIRECT and not machine.is_host:
-        method = Method.AUTO  # the CUDA engine cannot read the peers' memory in place
-    if method is not Method.AUTO:
-        method = method.forward if is_product else method
-    elif machine.is_host:
-        method = Method.DIRECT
-    elif work.num_ranks == 1:
+    elif is_auto and work.num_ranks == 1:
         method = Method.XLA  # nothing to overlap: the call is lowered as a GEMM of XLA
-    else:
+    elif is_auto:
         method = methods.auto_on_gpus(gathers=work.gathers)
         is_small = work.one_shot_bytes <= ONE_SHOT_BYTES
         if work.op.endswith("all_reduce") and is_small:
             options = KernelOptions(variant=Variant.ONE_SHOT)
             choice = dataclasses.replace(choice, kernel_options=options)
+    method = method.forward if work.op in PRODUCTS else method
     return dataclasses.replace(choice, method=method)

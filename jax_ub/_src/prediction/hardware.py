@@ -66,12 +66,11 @@ class Hardware:
     def is_host(self) -> bool:
         return self.processors == 0
 
-    def vendor_collective_s(self, wire_s: float) -> float:
-        """Returns the seconds of a collective of the vendor's library.
-
-        `wire_s` is the number of seconds in which the same bytes are sent at the full
-        bandwidth.
-        """
+    def vendor_collective_s(self, num_bytes: float) -> float:
+        """Returns the seconds in which the vendor's library sends a rank's bytes."""
+        if num_bytes == 0:
+            return 0.0
+        wire_s = num_bytes / self.wire_bytes_per_s
         return wire_s / self.collective_share + self.collective_s
 
     def flops_of(self, itemsize: int) -> float:

@@ -129,10 +129,9 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         operand_avals[0].dtype,
         ranks.devices,
     )
-    if prediction is not None and call.method is Method.AUTO:
-        reason = estimate.why_xla_is_faster(prediction, ranks.devices)
-        if reason is not None:
-            return _lower_to_reference(ctx, operands, call, reason)
+    reason = None if prediction is None else prediction.why_xla_is_faster
+    if reason is not None and call.method is Method.AUTO:
+        return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
     variant = cuda_variant(call, operand_avals)
     numbers = {

@@ -106,10 +106,10 @@ def predict_fp8(
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
             "as h100."
         )
-    memory_bytes_per_s = machine.shared_by(num_ranks).memory_bytes_per_s
+    part = machine.shared_by(num_ranks)
 
     def cast_s(num_elements):
-        return _CAST_BYTES * num_elements / memory_bytes_per_s
+        return _CAST_BYTES * num_elements / part.memory_bytes_per_s
 
     bf16, fp8 = (
         _predict(layer, M, num_ranks, machine, dtype)
@@ -123,7 +123,8 @@ def predict_fp8(
         wire_s = bf16.seconds + x_cast_s
     else:
         # The collective runs after the GEMM, and sends half as many bytes as in bf16.
-        wire_s = bf16.library_gemm_s + machine.vendor_collective_s(bf16.wire_s / 2)
+        sent_bytes = bf16.wire_s * part.wire_bytes_per_s / 2
+        wire_s = bf16.library_gemm_s + part.vendor_collective_s(sent_bytes)
         if gathers:  # the rows are converted to bf16, half as long as a cast
             wire_s += x_cast_s + cast_s(M * layer.K) / 2
         else:
