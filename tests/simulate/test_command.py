@@ -10,7 +10,7 @@ import pytest
 from jax_ub import __main__
 from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.tools.models import MODELS, Layer
-from jax_ub._src.tools.simulate import layer_rows, predict_fp8
+from jax_ub._src.tools.simulate import fp8_row, layer_row
 from jax_ub.errors import UnsupportedOverlapError
 
 QKV = Layer("qkv", "all_gather_matmul", 8192, 10240)
@@ -94,10 +94,10 @@ def test_fp8_gains_where_the_gemm_or_the_gather_is_long(gpu, tmp_path, capsys):
 
 def test_a_slow_wire_makes_wire_dtype_pay():
     slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=25e9)
-    found, fast = (predict_fp8(QKV, 8192, 8, m) for m in (slow, HARDWARE["h100"]))
+    found, fast = (fp8_row(QKV, 8192, 8, m) for m in (slow, HARDWARE["h100"]))
     assert found["wire_us"] < found["bf16_us"]
     assert fast["wire_us"] > fast["bf16_us"]
-    found = predict_fp8(QKV, 8192, 1, slow)
+    found = fp8_row(QKV, 8192, 1, slow)
     assert found["wire_us"] == found["bf16_us"]
 
 
@@ -105,7 +105,7 @@ def test_fp8_gains_nothing_on_a_host_and_is_rejected_on_an_a100(tmp_path):
     rows = fp8_rows_of(tmp_path, "--hardware", "cpu", "--tp", "2")
     assert 0.95 < rows["sum"]["gain"] <= 1
     with pytest.raises(UnsupportedOverlapError, match="a100 has no FP8 GEMM. Use anot"):
-        predict_fp8(QKV, 8192, 8, HARDWARE["a100"])
+        fp8_row(QKV, 8192, 8, HARDWARE["a100"])
 
 
 def test_the_guide_has_the_predicted_gains():
@@ -119,9 +119,10 @@ def test_the_guide_has_the_predicted_gains():
     for (model, gpu), found in gains.items():
         predicted = []
         for num_ranks in (2, 4, 8):
-            layers = layer_rows(MODELS[model], 8192, num_ranks, HARDWARE[gpu])
-            serial_us = sum(layer["serial_us"] for layer in layers)
-            gain = serial_us / sum(layer["plan_us"] for layer in layers)
+            sizes = 8192, num_ranks, HARDWARE[gpu]
+            rows = [layer_row(layer, *sizes) for layer in MODELS[model]]
+            serial_us = sum(row["serial_us"] for row in rows)
+            gain = serial_us / sum(row["plan_us"] for row in rows)
             predicted.append(f"{gain:.2f}")
         assert found == " | ".join(predicted), (model, gpu)
 

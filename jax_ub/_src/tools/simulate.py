@@ -12,13 +12,14 @@ import numpy as np
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.output import format_count, format_seconds, format_table, writing
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.estimate import Prediction, estimate
+from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.command_line import amount_of, name_of, positive
 from jax_ub._src.tools.models import MODELS, Layer
 
+Row = dict[str, Any]  # a JSON object
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 # The numbers of tensor-parallel ranks for which `--plot` draws bars.
 _DRAWN = (2, 4, 8)
@@ -35,67 +36,32 @@ _FP8_NOTES = (
 )
 
 
-def layer_rows(
-    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
-) -> list[dict[str, Any]]:
-    """Predicts each linear layer's forward time; returns a JSON object for each."""
-    rows = []
-    for layer in layers:
-        found = _predict(layer, M, num_ranks, machine)
-        saved_s = found.serial_s - found.seconds
-        rows.append(
-            {
-                "layer": layer.name,
-                "op": layer.op,
-                "M": M,
-                "K": layer.K,
-                "N": layer.N,
-                "num_ranks": num_ranks,
-                "gemm_us": 1e6 * found.gemm_s,
-                "wire_us": 1e6 * found.wire_s,
-                "serial_us": 1e6 * found.serial_s,
-                "ideal_us": 1e6 * found.ideal_s,
-                "plan_us": 1e6 * found.seconds,
-                "method": found.method,
-                **_ratios(found.serial_s, found.ideal_s, found.seconds),
-                "hidden": saved_s / found.collective_s if num_ranks > 1 else 0.0,
-            }
-        )
-    return rows
-
-
-def _predict(layer, M, num_ranks, machine, dtype="bfloat16") -> Prediction:
+def layer_row(layer: Layer, M: int, num_ranks: int, machine: Hardware) -> Row:
+    """Predicts the forward time of a linear layer."""
     sizes = M, layer.K, layer.N, num_ranks
-    return estimate(layer.op, "auto", *sizes, dtype, machine)
+    found = estimate(layer.op, "auto", *sizes, "bfloat16", machine)
+    saved_s = found.serial_s - found.seconds
+    return {
+        "layer": layer.name,
+        "op": layer.op,
+        "M": M,
+        "K": layer.K,
+        "N": layer.N,
+        "num_ranks": num_ranks,
+        "gemm_us": 1e6 * found.gemm_s,
+        "wire_us": 1e6 * found.wire_s,
+        "serial_us": 1e6 * found.serial_s,
+        "ideal_us": 1e6 * found.ideal_s,
+        "plan_us": 1e6 * found.seconds,
+        "method": found.method,
+        "speedup": found.serial_s / found.seconds,
+        "limit": found.serial_s / found.ideal_s,
+        "hidden": saved_s / found.collective_s if num_ranks > 1 else 0.0,
+    }
 
 
-def _ratios(serial, ideal, plan):
-    return {"speedup": serial / plan, "limit": serial / ideal}
-
-
-def _sums(rows, *keys):
-    return {key: sum(row[key] for row in rows) for key in keys}
-
-
-def fp8_rows(
-    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
-) -> list[dict[str, Any]]:
-    """Predicts each layer's forward time in bf16 and in FP8; returns JSON objects.
-
-    The last object has the sums over all layers.
-    """
-    rows = [
-        {"layer": layer.name, **predict_fp8(layer, M, num_ranks, machine)}
-        for layer in layers
-    ]
-    sums = _sums(rows, "bf16_us", "fp8_us", "wire_us")
-    return [*rows, {"layer": "sum", **_fp8_times(*sums.values())}]
-
-
-def predict_fp8(
-    layer: Layer, M: int, num_ranks: int, machine: Hardware
-) -> dict[str, Any]:
-    """Predicts the microseconds of a layer's forward pass in bf16 and in FP8.
+def fp8_row(layer: Layer, M: int, num_ranks: int, machine: Hardware) -> Row:
+    """Predicts the forward time of a linear layer in bf16 and in FP8.
 
     The result has "bf16_us"; "fp8_us", which includes the cast of x, but not that of
     the kernel, which is cast once per step; their quotient "gain"; "wire_us", the time
@@ -106,38 +72,35 @@ def predict_fp8(
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
             "as h100."
         )
-    part = machine.shared_by(num_ranks)
-
-    def cast_s(num_elements):
-        return _CAST_BYTES * num_elements / part.memory_bytes_per_s
-
+    sizes = M, layer.K, layer.N, num_ranks
     bf16, fp8 = (
-        _predict(layer, M, num_ranks, machine, dtype)
+        estimate(layer.op, "auto", *sizes, dtype, machine)
         for dtype in ("bfloat16", "float8_e4m3fn")
     )
-    x_cast_s = cast_s(M * layer.K // num_ranks)
-    gathers = layer.op == "all_gather_matmul"
+    part = machine.shared_by(num_ranks)
+    cast_s = _CAST_BYTES / part.memory_bytes_per_s  # of one element
+    x_cast_s = cast_s * (M * layer.K // num_ranks)
+    # The collective runs after the GEMM, and sends half as many bytes as in bf16.
+    sent_bytes = bf16.wire_s * part.wire_bytes_per_s / 2
+    wire_s = bf16.library_gemm_s + part.vendor_collective_s(sent_bytes)
     if num_ranks == 1:
         wire_s = bf16.seconds
-    elif machine.is_host and gathers:
+    elif layer.op == "matmul_reduce_scatter":
+        # A rank casts M * N partial sums before it sends them, and then sums as many
+        # received partial sums. These sums take about as long as the cast, hence the
+        # factor 2.
+        wire_s += 2 * cast_s * M * layer.N
+    elif machine.is_host:
         wire_s = bf16.seconds + x_cast_s
-    else:
-        # The collective runs after the GEMM, and sends half as many bytes as in bf16.
-        sent_bytes = bf16.wire_s * part.wire_bytes_per_s / 2
-        wire_s = bf16.library_gemm_s + part.vendor_collective_s(sent_bytes)
-        if gathers:  # the rows are converted to bf16, half as long as a cast
-            wire_s += x_cast_s + cast_s(M * layer.K) / 2
-        else:
-            # A rank casts M * N partial sums before it sends them, and then sums as
-            # many received partial sums. These sums take about as long as the cast,
-            # hence the factor 2.
-            wire_s += 2 * cast_s(M * layer.N)
+    else:  # the rows are converted to bf16, half as long as a cast
+        wire_s += x_cast_s + cast_s * M * layer.K / 2
     seconds = bf16.seconds, fp8.seconds + x_cast_s, wire_s
-    return _fp8_times(*(1e6 * each for each in seconds))
+    return _fp8_row(layer.name, *(1e6 * each for each in seconds))
 
 
-def _fp8_times(bf16_us, fp8_us, wire_us):
+def _fp8_row(name, bf16_us, fp8_us, wire_us):
     return {
+        "layer": name,
         "bf16_us": bf16_us,
         "fp8_us": fp8_us,
         "gain": bf16_us / fp8_us,
@@ -187,19 +150,27 @@ def command(given: argparse.Namespace) -> int:
         )
     if given.plot is not None:
         _draw(given, layers, machine)
-    rows = layer_rows(layers, given.tokens, given.tp, machine)
-    sums = _sums(rows, "serial_us", "ideal_us", "plan_us")
-    total = {"layer": "sum", **sums, **_ratios(*sums.values())}
+    sizes = given.tokens, given.tp, machine
+    rows = [layer_row(layer, *sizes) for layer in layers]
+    total = {"layer": "sum", **_sums(rows, "serial_us", "ideal_us", "plan_us")}
+    total["speedup"] = total["serial_us"] / total["plan_us"]
+    total["limit"] = total["serial_us"] / total["ideal_us"]
     lines = [f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"]
     lines += [*(f"  {line}" for line in describe(machine)), ""]
     lines += _table([*rows, total])
     document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
     if given.fp8:
-        document["fp8"] = fp8_rows(layers, given.tokens, given.tp, machine)
-        lines += ["", *_FP8_NOTES, "", *_table(document["fp8"])]
+        fp8 = [fp8_row(layer, *sizes) for layer in layers]
+        fp8.append(_fp8_row("sum", **_sums(fp8, "bf16_us", "fp8_us", "wire_us")))
+        document["fp8"] = fp8
+        lines += ["", *_FP8_NOTES, "", *_table(fp8)]
     command_line.say(given, "\n".join(lines))
     command_line.write(given, document)
     return 0
+
+
+def _sums(rows, *keys):
+    return {key: sum(row[key] for row in rows) for key in keys}
 
 
 def _divides(layers, tokens, num_ranks):
@@ -284,7 +255,7 @@ def _draw(
     panel = figure.subplots()
     width = _GROUP_WIDTH / len(drawn)
     for index, num_ranks in enumerate(drawn):
-        rows = layer_rows(layers, given.tokens, num_ranks, machine)
+        rows = [layer_row(layer, given.tokens, num_ranks, machine) for layer in layers]
         x = np.arange(len(layers)) + (index - (len(drawn) - 1) / 2) * width
         speedups, limits = ([row[key] for row in rows] for key in ("speedup", "limit"))
         color, label = _COLORS[index], f"tp = {num_ranks}"
