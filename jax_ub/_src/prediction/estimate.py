@@ -12,7 +12,7 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, sh
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.hardware import Hardware
-from jax_ub._src.prediction.replay import PRODUCTS, Gemm, Workload, gemm_s, replay
+from jax_ub._src.prediction.replay import PRODUCTS, Workload, gemm_s, replay
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -141,28 +141,27 @@ def estimate(  # noqa: PLR0913, the call and the machine
 def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None, enqueue_s=0.0):
     """Predicts a call as the engine runs it, even if "auto" would select XLA."""
     M, K, N, P = sizes
-    itemsize, is_product = np.dtype(dtype).itemsize, op in PRODUCTS
+    part, itemsize = machine.shared_by(P), np.dtype(dtype).itemsize
+    if op == "matmul":  # a rank's GEMM, without communication
+        N, P = N // P, 1
     work = Workload(
-        *(_CONCURRENT.get(op, op), M, K, N if is_product else K),
-        num_ranks=1 if op == "matmul" else P,
+        *(_CONCURRENT.get(op, op), M, K, N, P),
         itemsize=itemsize,
         # CPUs exchange partial sums of products in f32. GPUs first round them to the
         # dtype of the operands, or to 16 bits for FP8 operands.
-        partial_itemsize=4 if machine.is_host and is_product else max(itemsize, 2),
+        partial_itemsize=4 if op in PRODUCTS and part.is_host else max(itemsize, 2),
         gathered_itemsize=np.dtype(gathered_dtype or dtype).itemsize,
     )
-    if op in _CONCURRENT and work.num_ranks == 1:
+    if op in _CONCURRENT and P == 1:
         choice = MethodChoice(Method.XLA)  # nothing to communicate
-    run, part = _as_run(work, choice, machine), machine.shared_by(P)
+    run = _as_run(work, choice, machine)
     alone_s = library_gemm_s = 0.0
     if op not in _COLLECTIVES:
-        gemm = work.gemm_of(M) if is_product else Gemm(M, N // P, K)
-        alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
+        alone_s, library_gemm_s = gemm_s(work.gemm_of(M), part, itemsize)
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
-    sent_itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize
-    xla_itemsize = 4 if part.is_host and sent_itemsize == 2 else sent_itemsize
+    xla_itemsize = 4 if part.is_host and work.sent_itemsize == 2 else work.sent_itemsize
     plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)
-    itemsizes = sent_itemsize, xla_itemsize, plain_itemsize
+    itemsizes = work.sent_itemsize, xla_itemsize, plain_itemsize
     moved_bytes, xla_bytes, plain_bytes = map(work.moved_bytes, itemsizes)
     if run.kernel_options.variant is Variant.ONE_SHOT:
         moved_bytes = work.one_shot_bytes
@@ -242,7 +241,7 @@ def _as_run(work, choice, machine) -> MethodChoice:
     method, is_auto = choice.method, choice.method in (Method.AUTO, Method.DIRECT)
     if machine.is_host:
         method = Method.DIRECT if is_auto else method
-    elif work.op == "all_gather_matmul" and work.gathered_itemsize != work.itemsize:
+    elif work.op == "all_gather_matmul" and work.sent_itemsize != work.itemsize:
         method = Method.XLA  # GPUs multiply no FP8 by wide operands
     elif is_auto and work.num_ranks == 1:
         method = Method.XLA  # nothing to overlap: the call is lowered as a GEMM of XLA

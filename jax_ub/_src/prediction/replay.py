@@ -21,7 +21,8 @@ from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cpu_engine
 
 ALL_CHUNKS = -1
-PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_SUMMED_PRODUCTS = ("matmul_reduce_scatter", "matmul_all_reduce")
+PRODUCTS = ("all_gather_matmul", *_SUMMED_PRODUCTS)
 # Tile sizes from which a GEMM library chooses: rows, columns and relative efficiency.
 # The efficiencies are assumptions, not measurements.
 _TILES = (
@@ -72,29 +73,33 @@ class Workload:
     def gathers(self) -> bool:
         return self.op.startswith("all_gather")
 
+    @property
+    def width(self) -> int:
+        """Returns the number of features of the array that is gathered or summed."""
+        return self.N if self.op in _SUMMED_PRODUCTS else self.K
+
     def gemm_of(self, num_rows: int) -> Gemm:
         """Returns the sizes of the GEMM that one rank computes for `num_rows` rows."""
-        if self.gathers:
-            return Gemm(num_rows, self.N // self.num_ranks, self.K)
-        return Gemm(num_rows, self.N, self.K // self.num_ranks)
+        if self.op in _SUMMED_PRODUCTS:
+            return Gemm(num_rows, self.N, self.K // self.num_ranks)
+        return Gemm(num_rows, self.N // self.num_ranks, self.K)
 
     @property
-    def result_itemsize(self) -> int:
-        """Returns the bytes per element of a result: 2 if the operands are FP8."""
-        return max(self.itemsize, 2)
+    def sent_itemsize(self) -> int:
+        """Returns the bytes per element of the gathered array or the sum."""
+        # Sums of FP8 products have 16 bits.
+        return self.gathered_itemsize if self.gathers else max(self.itemsize, 2)
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
         """Returns how many bytes are sent for `num_rows` rows of a payload."""
-        if self.gathers:
-            return num_rows * self.K * self.gathered_itemsize
         is_partial = payload == "partial"
-        size = self.partial_itemsize if is_partial else self.result_itemsize
-        return num_rows * self.N * size
+        itemsize = self.partial_itemsize if is_partial else self.sent_itemsize
+        return num_rows * self.width * itemsize
 
     def reduce_bytes(self, num_rows: int) -> int:
         """Returns the bytes read and written to sum `num_rows` rows over all ranks."""
-        parts = self.num_ranks * self.partial_itemsize + self.result_itemsize
-        return num_rows * self.N * parts
+        parts = self.num_ranks * self.partial_itemsize + self.sent_itemsize
+        return num_rows * self.width * parts
 
     @property
     def one_shot_bytes(self) -> int:
@@ -102,20 +107,14 @@ class Workload:
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     def moved_bytes(self, itemsize: int) -> float:
-        """Returns the minimum number of bytes that each rank sends in this op.
-
-        The array that is gathered or summed has `itemsize` bytes per element.
-        """
+        """Returns the least bytes that each rank sends, of `itemsize` per element."""
         share = (self.num_ranks - 1) / self.num_ranks
-        once = share * self.M * (self.K if self.gathers else self.N) * itemsize
+        once = share * self.M * self.width * itemsize
         return 2 * once if self.op.endswith("all_reduce") else once
 
 
 def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
-    """Returns a GEMM's seconds at the peak rate and in a vendor's library.
-
-    `part` has the rates of one rank.
-    """
+    """Returns a GEMM's seconds at a rank's full rate and in a vendor's library."""
     seconds = 2.0 * gemm.m * gemm.n * gemm.k / part.flops_of(itemsize)
     if part.is_host:
         return seconds, seconds
@@ -148,7 +147,7 @@ class Processors:
     """Simulates a GPU's multiprocessors and the streams that launch GEMM kernels.
 
     A tile of a later kernel starts as soon as a multiprocessor is free. Reserved
-    multiprocessors run no tiles.
+    multiprocessors run no tiles. The operands of a kernel are complete at `ready_s`.
     """
 
     def __init__(self, hardware: Hardware, streams: int, itemsize: int):
@@ -157,12 +156,9 @@ class Processors:
         self._free = [0.0] * self._count
         self._streams = collections.deque([0.0] * streams)  # the next stream first
 
-    def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Simulates a GEMM kernel on the next stream; returns its start and end time.
-
-        The operands of the GEMM are available at the time `available`.
-        """
-        start = max(available, self._streams.popleft()) + self._hardware.launch_s
+    def run(self, ready_s: float, gemm: Gemm) -> tuple[float, float]:
+        """Simulates a GEMM kernel on the next stream; returns its start and end."""
+        start = max(ready_s, self._streams.popleft()) + self._hardware.launch_s
         tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
         merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
         whole, rest = divmod(tiling.num_tiles, merged)
@@ -174,12 +170,12 @@ class Processors:
         self._streams.append(end)
         return start, end
 
-    def run_on_all(self, available: float, seconds: float) -> tuple[float, float]:
+    def run_on_all(self, ready_s: float, seconds: float) -> tuple[float, float]:
         """Simulates a kernel that occupies every multiprocessor for `seconds`.
 
         Each multiprocessor first finishes its tile. Returns the start and end.
         """
-        start = available + self._hardware.launch_s
+        start = ready_s + self._hardware.launch_s
         self._free = sorted(max(free, start) + seconds for free in self._free)
         return start, self._free[-1]
 
