@@ -4,16 +4,14 @@ import argparse
 import dataclasses
 import importlib
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.output import format_count, format_seconds, format_table, writing
-from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.estimate import estimate
-from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.prediction.hardware import HARDWARE, Hardware, host
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.command_line import amount_of, name_of, positive
@@ -25,7 +23,6 @@ EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 _DRAWN = (2, 4, 8)
 _SUFFIXES = (".png", ".pdf", ".svg")
 _COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
-_GROUP_WIDTH = 0.8
 # Bytes of memory traffic per element of a cast to FP8 with a scale per tensor or row:
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
@@ -112,18 +109,18 @@ def _fp8_row(name, bf16_us, fp8_us, wire_us):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tp", type=positive, default=8, help="number of ranks (default: 8)")
-    hardware = f"{', '.join(machines.HARDWARE)} (default: h100)"
-    add("--hardware", type=name_of(machines.HARDWARE), default="h100", help=hardware)
+    hardware = f"{', '.join(HARDWARE)} (default: h100)"
+    add("--hardware", type=name_of(HARDWARE), default="h100", help=hardware)
     model = f"{', '.join(MODELS)} (default: llama3-70b)"
     add("--model", type=name_of(MODELS), default="llama3-70b", help=model)
     tokens = "M, over all ranks (default: 8192)"
     add("--tokens", type=positive, default=8192, help=tokens)
-    host = machines.HARDWARE["cpu"]
+    cpu = HARDWARE["cpu"]
     gflops = "for --hardware cpu: bf16 GFLOP/s of all cores of this host "
-    gflops += f"(default: {host.flops_per_s / 1e9:g}, two cores with AVX2)"
+    gflops += f"(default: {cpu.flops_per_s / 1e9:g}, two cores with AVX2)"
     add("--gflops", type=amount_of("GFLOP/s"), help=gflops)
     copy = "for --hardware cpu: GB/s of a copy on this host, reads and writes "
-    copy += f"(default: {host.memory_bytes_per_s / 1e9:g})"
+    copy += f"(default: {cpu.memory_bytes_per_s / 1e9:g})"
     add("--copy-gbs", type=amount_of("GB/s"), help=copy)
     fp8 = 'also predict layers in FP8, and with wire_dtype="fp8"'
     add("--fp8", action="store_true", help=fp8)
@@ -216,7 +213,7 @@ def _cell(key, value):
 
 
 def _machine(given):
-    machine = machines.HARDWARE[given.hardware]
+    machine = HARDWARE[given.hardware]
     if given.gflops is None and given.copy_gbs is None:
         return machine
     if not machine.is_host:
@@ -224,7 +221,7 @@ def _machine(given):
             "simulate: --gflops and --copy-gbs are what a host measured; "
             f"{shown(machine.name)} has its figures. Add --hardware cpu."
         )
-    return machines.host(
+    return host(
         1e9 * given.gflops if given.gflops else machine.flops_per_s,
         1e9 * given.copy_gbs if given.copy_gbs else machine.memory_bytes_per_s,
     )
@@ -240,9 +237,7 @@ def picture_path(text: str) -> pathlib.Path:
     return path
 
 
-def _draw(
-    given: argparse.Namespace, layers: Sequence[Layer], machine: Hardware
-) -> None:
+def _draw(given, layers, machine):
     """Draws speed-ups: a group of bars for each layer, a bar for each of `_DRAWN`."""
     drawn = [num for num in _DRAWN if _divides(layers, given.tokens, num)]
     if not drawn:
@@ -253,7 +248,7 @@ def _draw(
     command_line.load_extra("matplotlib", "simulate: --plot")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 3.6))
     panel = figure.subplots()
-    width = _GROUP_WIDTH / len(drawn)
+    width = 0.8 / len(drawn)  # of a bar
     for index, num_ranks in enumerate(drawn):
         rows = [layer_row(layer, given.tokens, num_ranks, machine) for layer in layers]
         x = np.arange(len(layers)) + (index - (len(drawn) - 1) / 2) * width
