@@ -1,11 +1,7 @@
 """Defines the machines of the simulator: their rates, bandwidths and latencies.
 
-Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
-(power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
-assumed to reach the same shares of their datasheet's peaks. A launch takes 1.3 us, as
-in replayed calls of 64 tokens on one H100 (docs/gpu/2026-11-27). The efficiencies of
-wires and collectives and the other latencies are assumptions. `python -m jax_ub
-simulate` prints all parameters with every table.
+The efficiencies of wires and collectives, and all latencies but those of launches, are
+assumptions. `python -m jax_ub simulate` prints all parameters with every table.
 """
 
 import dataclasses
@@ -15,8 +11,9 @@ from collections.abc import Mapping
 from jax_ub._src.errors import UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions
 
-# The fractions of the datasheet's peak FLOP/s and memory bandwidth that GEMMs and
-# copies reach on an H200.
+# Shares of a datasheet's peaks, measured on one H200 and assumed for all GPUs: TFLOP/s
+# of a dense bf16 GEMM of 8192^3 on random data (power-limited), and TB/s of a copy,
+# counting reads and writes.
 _GEMM_SHARE = 788 / 989.4
 _MEMORY_SHARE = 4.3 / 4.8
 # The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
@@ -53,7 +50,7 @@ class Hardware:
     wire_share: float = 0.8
     collective_share: float = 0.8
     handshake_s: float = 6e-6
-    launch_s: float = 1.3e-6
+    launch_s: float = 1.3e-6  # in replayed calls on one H100 (docs/gpu/2026-11-27)
     collective_s: float = 15e-6
     reserved_processors: int = KernelOptions.sm_margin
     flops_f32_per_s: float | None = None
