@@ -236,11 +236,3 @@ def test_a_variant_that_an_op_lacks_has_no_effect():
     machine = hardware.find("h100")
     found = spans_of(work, machine, variant=Variant.AGGREGATE)
     assert found == spans_of(work, machine)
-
-
-def test_a_deadlock_is_an_error():
-    steps = cpu_engine.load().schedule("all_gather", "bulk", 0, 2, 1)
-    waits = [step for step in steps if step.kind == "wait"]
-    work = Workload("all_gather", 8, 8, 8, 2)
-    with pytest.raises(ArithmeticError, match="wait for ever"):
-        Replay(waits, work, SMOOTH)

@@ -14,9 +14,10 @@ import collections
 import dataclasses
 import heapq
 import math
+import operator
 from typing import NamedTuple
 
-from jax_ub._src.methods import DEFAULT_SPLITS, Method, MethodChoice
+from jax_ub._src.methods import DEFAULT_SPLITS, MethodChoice
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cpu_engine
 
@@ -41,6 +42,7 @@ _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
 # Largest number of waves (rounds in which each multiprocessor computes one tile) that
 # are simulated tile by tile. A larger GEMM is simulated in groups of tiles.
 _MAX_WAVES = 24
+_data = operator.attrgetter("payload", "chunk", "split")  # what a step reads or writes
 
 
 class Gemm(NamedTuple):
@@ -195,13 +197,11 @@ def replay(work: Workload, machine: Hardware, choice: MethodChoice) -> "Replay":
     Of the options of `choice`, the number of splits, the variant of the schedule and,
     on GPUs, the number of streams for GEMMs have an effect.
     """
-    num_splits, options = 1, choice.kernel_options
-    if choice.method is Method.PIPELINE:
-        # The default number of splits must equal `DefaultSplits` in
-        # csrc/engine/*/*_device.h.
-        is_whole = work.gathers and not machine.is_host
-        num_splits = choice.num_splits or (1 if is_whole else DEFAULT_SPLITS)
-    schedule = cpu_engine.load().schedule
+    # Only "pipeline" has splits. Their default number must equal `DefaultSplits` in
+    # csrc/engine/*/*_device.h.
+    is_whole = work.gathers and not machine.is_host
+    num_splits = choice.num_splits or (1 if is_whole else DEFAULT_SPLITS)
+    schedule, options = cpu_engine.load().schedule, choice.kernel_options
     sizes = work.op, choice.method.value, 0, work.num_ranks, num_splits
     try:
         steps = schedule(*sizes, options.variant.value)
@@ -213,8 +213,8 @@ def replay(work: Workload, machine: Hardware, choice: MethodChoice) -> "Replay":
 class Replay:
     """A simulated call: the steps of one rank with their times, as `spans`.
 
-    A step (see `Step` in `jax_ub/_cpu.pyi`) is simulated by the method named after its
-    kind. Other steps take no time.
+    The call takes `end_s` seconds. A step (see `Step` in `jax_ub/_cpu.pyi`) is
+    simulated by the method named after its kind. Other steps take no time.
     """
 
     def __init__(self, steps, work, machine, num_streams=1):
@@ -241,14 +241,10 @@ class Replay:
         for step in steps:
             if simulate := getattr(self, step.kind, None):
                 simulate(step)
+        self.end_s = max((span.end_s for span in self.spans), default=0.0)
         if not machine.is_host and work.num_ranks > 1:
-            end = self.end_s
-            self.spans.append(Span("end", (), end, end + machine.launch_s))
-
-    @property
-    def end_s(self) -> float:
-        """Returns the time at which the last step ends, the duration of the call."""
-        return max((span.end_s for span in self.spans), default=0.0)
+            last_s, self.end_s = self.end_s, self.end_s + machine.launch_s
+            self.spans.append(Span("end", (), last_s, self.end_s))
 
     def wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free. On
@@ -257,8 +253,6 @@ class Replay:
             self._run(step, 0.0, self._launch_s)
 
     def wait(self, step):
-        if step.slot not in self._arrivals:
-            raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
         # On a GPU, one kernel waits for all data of several waits.
         if self._launch_s and self.spans[-1].kind != "wait":
             self._run(step, 0.0, self._launch_s)
@@ -317,7 +311,3 @@ class Replay:
             self.spans.append(Span(step.kind, (step.chunk,), start, end))
         self._ready[_data(step)] = end
         return end
-
-
-def _data(step):
-    return step.payload, step.chunk, step.split
