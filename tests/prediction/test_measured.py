@@ -46,8 +46,8 @@ def test_gemms_in_chunks_are_predicted_within_a_sixth(model, layer, num_ranks):
     )
     (found,) = (one for one in MODELS[model] if one.name == layer)
     work = Workload(found.op, 8192, found.K, found.N, num_ranks)
-    whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm_of(work.M))[1]
-    processors = Processors(MACHINE, LANES, 2)
+    whole = Processors(UNRESERVED, 1).run(0.0, work.gemm_of(work.M))[1]
+    processors = Processors(MACHINE, LANES)
     chunk = work.gemm_of(work.M // num_ranks)
     chunked = max(processors.run(0.0, chunk)[1] for _ in range(num_ranks))
     assert chunked / whole == pytest.approx(measured, rel=1 / 6)

@@ -57,11 +57,11 @@ def test_layers_have_the_bounds_of_the_separate_model(name):
 def test_a_gemm_in_chunks_takes_the_time_of_the_separate_model(name):
     for cells in (cells for cells in CHUNKED if cells[0] == name):
         work = workload(*cells[:4])
-        whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm_of(work.M))[1]
+        whole = Processors(UNRESERVED, 1).run(0.0, work.gemm_of(work.M))[1]
         chunk = work.gemm_of(work.M // work.num_ranks)
         chunked = []
         for streams in (1, 2, 3):
-            processors = Processors(MACHINE, streams, 2)
+            processors = Processors(MACHINE, streams)
             ends = [processors.run(0.0, chunk)[1] for _ in range(work.num_ranks)]
             chunked.append(max(ends))
         ratio = f"{min(chunked) / whole:.2f}"

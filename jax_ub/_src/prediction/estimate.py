@@ -157,7 +157,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None, enqueue_s=
     run = _as_run(work, choice, machine)
     alone_s = library_gemm_s = 0.0
     if op not in _COLLECTIVES:
-        alone_s, library_gemm_s = gemm_s(work.gemm_of(M), part, itemsize)
+        alone_s, library_gemm_s = gemm_s(work.gemm_of(M), part)
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
     xla_itemsize = 4 if part.is_host and work.sent_itemsize == 2 else work.sent_itemsize
     plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)

@@ -46,11 +46,12 @@ _data = operator.attrgetter("payload", "chunk", "split")  # what a step reads or
 
 
 class Gemm(NamedTuple):
-    """The sizes of a GEMM on one rank, which multiplies [m, k] by [k, n]."""
+    """A GEMM of one rank, [m, k] times [k, n], of `itemsize` bytes per element."""
 
     m: int
     n: int
     k: int
+    itemsize: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Workload:
     def gemm_of(self, num_rows: int) -> Gemm:
         """Returns the sizes of the GEMM that one rank computes for `num_rows` rows."""
         if self.op in _SUMMED_PRODUCTS:
-            return Gemm(num_rows, self.N, self.K // self.num_ranks)
-        return Gemm(num_rows, self.N // self.num_ranks, self.K)
+            return Gemm(num_rows, self.N, self.K // self.num_ranks, self.itemsize)
+        return Gemm(num_rows, self.N // self.num_ranks, self.K, self.itemsize)
 
     @property
     def sent_itemsize(self) -> int:
@@ -115,34 +116,30 @@ class Workload:
         return 2 * once if self.op.endswith("all_reduce") else once
 
 
-def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
+def gemm_s(gemm: Gemm, part: Hardware) -> tuple[float, float]:
     """Returns a GEMM's seconds at a rank's full rate and in a vendor's library."""
-    seconds = 2.0 * gemm.m * gemm.n * gemm.k / part.flops_of(itemsize)
+    seconds = 2.0 * gemm.m * gemm.n * gemm.k / part.flops_of(gemm.itemsize)
     if part.is_host:
         return seconds, seconds
-    return seconds, max(seconds, _tile(part, gemm, part.processors, itemsize).seconds)
+    num_tiles, tile_s = _tile(gemm, part, part.processors)
+    return seconds, max(seconds, math.ceil(num_tiles / part.processors) * tile_s)
 
 
-class _Tiling(NamedTuple):
-    """The time of a GEMM that runs alone on a GPU, in tiles of `tile_s` seconds."""
+def _tile(gemm: Gemm, hardware: Hardware, processors: int) -> tuple[int, float]:
+    """Returns the number of tiles of a GEMM, and the seconds that a tile takes.
 
-    seconds: float
-    num_tiles: int
-    tile_s: float
-
-
-def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
-    """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
+    The tiles have the size with which the GEMM is fastest if it runs alone on a GPU.
+    """
     # The rate of one multiprocessor, computed from the time of a GEMM of 8192^3, which
     # takes `waves` rounds of tiles.
     waves = math.ceil(_ANCHOR_TILES / hardware.processors)
-    rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
+    rate = hardware.flops_of(gemm.itemsize) * waves / _ANCHOR_TILES
     found = []
     for rows, columns, efficiency in _TILES:
-        count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
+        num_tiles = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
         tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
-        found.append(_Tiling(math.ceil(count / processors) * tile_s, count, tile_s))
-    return min(found, key=lambda tiling: tiling.seconds)
+        found.append((num_tiles, tile_s))
+    return min(found, key=lambda tiles: math.ceil(tiles[0] / processors) * tiles[1])
 
 
 class Processors:
@@ -152,8 +149,8 @@ class Processors:
     multiprocessors run no tiles. The operands of a kernel are complete at `ready_s`.
     """
 
-    def __init__(self, hardware: Hardware, streams: int, itemsize: int):
-        self._hardware, self._itemsize = hardware, itemsize
+    def __init__(self, hardware: Hardware, streams: int):
+        self._hardware = hardware
         self._count = hardware.processors - hardware.reserved_processors
         self._free = [0.0] * self._count
         self._streams = collections.deque([0.0] * streams)  # the next stream first
@@ -161,12 +158,12 @@ class Processors:
     def run(self, ready_s: float, gemm: Gemm) -> tuple[float, float]:
         """Simulates a GEMM kernel on the next stream; returns its start and end."""
         start = max(ready_s, self._streams.popleft()) + self._hardware.launch_s
-        tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
-        merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
-        whole, rest = divmod(tiling.num_tiles, merged)
+        num_tiles, tile_s = _tile(gemm, self._hardware, self._count)
+        merged = max(1, num_tiles // (self._count * _MAX_WAVES))
+        whole, rest = divmod(num_tiles, merged)
         end = start
-        for num_tiles in [merged] * whole + [rest] * (rest > 0):
-            done = max(self._free[0], start) + tiling.tile_s * num_tiles
+        for group in [merged] * whole + [rest] * (rest > 0):
+            done = max(self._free[0], start) + tile_s * group
             heapq.heapreplace(self._free, done)
             end = max(end, done)
         self._streams.append(end)
@@ -222,9 +219,8 @@ class Replay:
         self._work = work
         num_splits = 1 + max(step.split for step in steps)
         self._rows = math.ceil(work.M / (work.num_ranks * num_splits))  # of a split
-        self._hardware, self._gpu = machine.shared_by(work.num_ranks), None
-        if not machine.is_host:
-            self._gpu = Processors(machine, num_streams, work.itemsize)
+        self._hardware = machine.shared_by(work.num_ranks)
+        self._gpu = None if machine.is_host else Processors(machine, num_streams)
         # A one-shot all-reduce sends, waits and sums in a single kernel, with a single
         # put for all chunks. In all other schedules, a GPU launches each step
         # separately.
@@ -274,7 +270,7 @@ class Replay:
         gemm = self._work.gemm_of(step.num_chunks * self._rows_of(step))
         ready = max(self._ready["operand", chunk, step.split] for chunk in chunks)
         if self._gpu is None:
-            seconds, _ = gemm_s(gemm, self._hardware, self._work.itemsize)
+            seconds, _ = gemm_s(gemm, self._hardware)
             end = self._run(step, ready, seconds + self._hardware.launch_s)
         else:
             start, end = self._gpu.run(ready, gemm)
