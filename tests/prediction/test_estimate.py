@@ -19,7 +19,7 @@ from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.estimate import OPS
 from jax_ub._src.prediction.replay import PRODUCTS
-from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime import cpu_engine, cuda_engine
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
 # Partition specs of the operands and of the result.
@@ -29,6 +29,10 @@ SPECS = {
     "matmul_all_reduce": ((P(None, "tp"), P("tp")), P()),
 }
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
+
+
+def test_every_op_of_the_engine_is_modeled():
+    assert set(OPS) == set(cpu_engine.load().ops())
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])

@@ -11,7 +11,6 @@ from jax_ub._src import methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.prediction.replay import PRODUCTS, Workload, gemm_s, replay
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
@@ -98,7 +97,7 @@ def estimate(  # noqa: PLR0913, the call and the machine
     N: int,
     P: int,
     dtype,
-    hardware: str | Hardware = "h200",
+    hardware: str | machines.Hardware = "h200",
     gathered_dtype=None,
 ) -> Prediction:
     """Predicts the time of one call of jax_ub with the simulator's cost model.
@@ -216,13 +215,12 @@ def estimate_on_gpus(
 ) -> Prediction | None:
     """Predicts the time of an overlapped call on the GPUs for which it is lowered.
 
-    Returns None if `devices` are no GPUs or the call is not modeled. `sizes` are M, K,
-    N and P of `estimate`.
+    Returns None if `devices` are no GPUs or the call is not modeled: it is empty, or
+    its dtype has no GEMM rate. `sizes` are M, K, N and P of `estimate`.
     """
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
-    is_modeled = op in OPS and np.dtype(dtype).itemsize in machines.ITEMSIZES
-    if not is_modeled or min(sizes) < 1:
+    if min(sizes) < 1 or np.dtype(dtype).itemsize not in machines.ITEMSIZES:
         return None
     name = machines.name_of_kind(devices[0].device_kind)
     machine = machines.HARDWARE[name or _ASSUMED]
