@@ -176,10 +176,9 @@ def _divides(layers, tokens, num_ranks):
 
 def describe(machine: Hardware) -> list[str]:
     """Returns the text above the table: the machine's rates, and what columns mean."""
-    each, kept_free = "a host for all ranks", ""
-    if not machine.is_host:
-        num_reserved = machine.reserved_processors
-        each, kept_free = "each GPU", f"; {num_reserved} multiprocessors are kept free"
+    each = "a host for all ranks" if machine.is_host else "each GPU"
+    num_free = machine.reserved_processors
+    kept_free = f"; {num_free} multiprocessors are kept free" if num_free else ""
     latencies = (machine.handshake_s, machine.launch_s, machine.collective_s)
     handshake, launch, collective = map(format_seconds, latencies)
     rates = (machine.wire_bytes_per_s, machine.memory_bytes_per_s)
