@@ -41,7 +41,8 @@ _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
 _MOST_DIGITS = 13  # of 2**40
 _LEAST_AMOUNT, _MOST_AMOUNT = 1e-3, 1e9
 _COLORS = {"red": 31, "green": 32, "yellow": 33}
-# The entries of a parsed command line that are not public options of a command.
+# Attributes of the parsed arguments that are not public options such as `--json`.
+# `note_misplaced_options` ignores them.
 _NO_OPTIONS = {"command", "module", "part", "program", "run"}
 _Case = TypeVar("_Case")
 
@@ -74,7 +75,7 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Returns an argparse `type` for names in `known`; errors suggest the nearest."""
+    """Returns an argparse `type` for `known` names, which suggests the nearest one."""
     names = tuple(known)
 
     def read(name: str) -> str:
@@ -96,7 +97,8 @@ method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 def positive(text: str) -> int:
     digits = text.lstrip("0") if text.isdecimal() else ""
-    # `int` raises an error for texts of more than 4300 digits, so the digits are cut.
+    # Only the first digits are parsed, because `int` raises an error for a text of more
+    # than 4300 digits.
     value = int(digits[:_MOST_DIGITS] or 0)
     if value < 1:
         raise argparse.ArgumentTypeError(
@@ -110,7 +112,7 @@ def positive(text: str) -> int:
 
 
 def amount_of(unit: str) -> Callable[[str], float]:
-    """Returns an argparse `type` that parses a number with a unit, such as GB/s.
+    """Returns an argparse `type` for a positive number of `unit`, such as GB/s.
 
     The number must be in a range in which quotients of amounts and sizes are finite.
     """
@@ -164,11 +166,11 @@ class Shape:
 
     @property
     def row(self) -> "Shape":
-        """Returns the sizes of the row-parallel layer after it: K and N swap."""
+        """Returns the sizes of the row-parallel layer that follows: K and N swapped."""
         return Shape(self.M, self.N, self.K)
 
     def sizes(self, dimensions: str) -> tuple[int, ...]:
-        """Returns the shape of an array by its dimensions: (M, K) for "MK"."""
+        """Returns the sizes of the named dimensions, such as (M, K) for "MK"."""
         return tuple(getattr(self, name) for name in dimensions)
 
     def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
@@ -193,7 +195,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
-    """Raises an error unless `num_ranks`, a value of `option`, divides M, K and N."""
+    """Raises an error that names `option` unless `num_ranks` divides M, K and N."""
     if not shape.divides(num_ranks):
         raise ShapeContractError(
             f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
@@ -216,7 +218,7 @@ def replaced_path(text: str) -> pathlib.Path:
 
 
 def load_extra(package: str, option: str) -> Any:
-    """Imports a package of the extra `jax_ub[bench]`; errors say how to install it."""
+    """Imports an optional package, or raises an error that says how to install it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -229,7 +231,7 @@ def load_extra(package: str, option: str) -> Any:
 def add_json(
     parser: argparse.ArgumentParser, what: str, *, has_program: bool = False
 ) -> None:
-    """Adds the option `--json [FILE]`, which writes `what` as JSON.
+    """Adds the option `--json [FILE]`. The help says that it writes `what` as JSON.
 
     Without FILE, or if it is "-", the JSON replaces the table on stdout. FILE is
     required before the path of a program, which argparse would take for FILE.
@@ -266,9 +268,10 @@ def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
 def write(
     given: argparse.Namespace, document: Any, *, is_complete: bool = True
 ) -> None:
-    """Writes a JSON document to the file or stdout that `--json` names, if it is given.
+    """Writes `document` as JSON to the file or stdout, if `--json` asks for it.
 
-    An incomplete document is written to a file only. An interrupted command leaves it.
+    An incomplete document is written to a file only, so that an interrupted command
+    leaves its results.
     """
     if given.json == STDOUT and is_complete:
         json.dump(document, sys.stdout, indent=1)
@@ -278,7 +281,7 @@ def write(
 
 
 def program_stdout(given: argparse.Namespace) -> Any:
-    """Returns a context in which `print` writes to stderr if `--json` needs stdout."""
+    """Returns a context that redirects stdout to stderr if `--json` uses stdout."""
     is_needed = given.json == STDOUT
     return contextlib.redirect_stdout(sys.stderr if is_needed else sys.stdout)
 
@@ -291,7 +294,7 @@ def colored(text: str, color: str | None) -> str:
 
 
 def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
-    """Yields the cases, and shows "bench: 2 of 9" and so on if stderr is a terminal."""
+    """Yields the cases, and shows progress on a terminal, such as "bench: 2 of 9"."""
     try:
         for number, case in enumerate(cases, start=1):
             _show_progress(f"{command}: {number} of {len(cases)}")
@@ -320,7 +323,7 @@ def _is_terminal(stream):
 
 
 def add_module(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `-m`, after which a program is the name of a module."""
+    """Adds the option `-m`, with which the program is a module, not a script."""
     text = "run a module, not a script"
     parser.add_argument("-m", dest="module", action="store_true", help=text)
 
@@ -351,13 +354,13 @@ def note_misplaced_options(
 
 
 def check_program(command: str, program: str, *, is_module: bool) -> None:
-    """Checks that Python finds a script, or the package of a module."""
+    """Raises an error if the script, or the package of the module, does not exist."""
     if is_module and not _has_package(program):
         raise ScriptError(
             f"{command}: there is no module {shown(program)}. Give a name as after "
             "`python -m`."
         )
-    # Python also runs a folder with this file.
+    # Python also runs a folder that contains a file `__main__.py`.
     paths = program, os.path.join(program, "__main__.py")
     if not is_module and not any(map(os.path.isfile, paths)):
         raise ScriptError(
@@ -384,8 +387,8 @@ def run_program(
         else:
             _check_source(program)
             sys.path.insert(0, str(pathlib.Path(program).resolve().parent))
-            # The path is absolute, so that `__file__` is too, as in `python SCRIPT`.
-            # The script may change the working directory.
+            # `__file__` gets this path. It is absolute, as with `python SCRIPT`,
+            # because the script may change the working directory.
             runpy.run_path(os.path.abspath(program), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -396,7 +399,10 @@ def run_program(
 
 
 def _check_source(script):
-    """Reports a syntax error in one line. Skips compiled and zipped scripts."""
+    """Raises a one-line error, without a traceback, if a script is not valid Python.
+
+    Compiled and zipped scripts are not checked.
+    """
     path = pathlib.Path(script)
     if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         return

@@ -59,7 +59,7 @@ def start(
 
 @dataclasses.dataclass(frozen=True)
 class Ranks(Timer):
-    """A 1D mesh of this process's first `num_ranks` devices, and their timer."""
+    """A 1D mesh of the first `num_ranks` local devices. Times programs on them."""
 
     num_ranks: int
 
@@ -76,7 +76,7 @@ class Ranks(Timer):
         return self.devices[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Shards an array of the host, equal in all processes, over the mesh."""
+        """Shards a host array, which is equal in all processes, over the mesh."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

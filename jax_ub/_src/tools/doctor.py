@@ -96,7 +96,10 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Returns the findings of process 0, and those of other processes that differ."""
+    """Runs the checks in several processes, and returns their findings.
+
+    A finding of another process is left out if process 0 has the same one.
+    """
     try:
         with parts.parts_of(
             "doctor",
@@ -117,7 +120,7 @@ def _in_processes(given) -> list[Finding]:
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Runs all checks, or those that need no device if JAX cannot start.
+    """Runs all checks. If JAX cannot start, runs those that need no device.
 
     If `together`, all processes of the job call this, and the checks compute across
     processes. No process may have called `initialize_ub` then.
@@ -130,8 +133,8 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
             wrong.append(finding.text.removeprefix("doctor: "))
         yield finding
     for finding in _engines(together):
-        # An invalid environment variable, which has been reported before, makes most
-        # checks of the engines fail with the same text. These repetitions are skipped.
+        # An invalid environment variable makes most checks of the engines fail with the
+        # same text. It has been reported above, so these repetitions are skipped.
         if not any(text in finding.text for text in wrong):
             yield finding
 
@@ -317,7 +320,7 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Compares an all-gather + GEMM by each method with the result of NumPy."""
+    """Runs an all-gather + GEMM by each method, and checks the result with NumPy."""
     # The operands are small integers, whose sums are exact. All chunks differ, so that
     # a wrong order of chunks is detected.
     x = (np.arange(8 * mesh.size * 16) % 23).reshape(-1, 16).astype(np.float32)
@@ -362,7 +365,7 @@ def _bulk_linear(num_ranks, x, w):
 
 
 def state_of_failure(method: Method, devices) -> State:
-    """Returns how severe it is that a method fails on these devices.
+    """Returns the severity of a method's failure on these devices.
 
     It is a fault if an engine of this installation runs the method there, else a note.
     """
@@ -387,7 +390,7 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Reports how ranks are connected, and the method of passes such as "qkv_fprop".
+    """Reports how ranks are connected, and the method of each pass of a layer.
 
     If this process has not called `initialize_ub`, calls it on `mesh` and reports its
     defaults; if `together`, then also checks the methods across processes.
@@ -415,10 +418,10 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
 
 
 def _overlaps_by_method(axis) -> Iterator[Finding]:
-    """Lists layer passes, such as "qkv_fprop", by their method and quantization mode.
+    """Lists the passes of layers, such as "qkv_fprop", that use each method.
 
-    Yields a finding for each method and quantization mode, with the overlap names that
-    `initialize_ub` has configured with them on a mesh axis.
+    Yields a finding for each method and quantization mode, with the names of the passes
+    for which `initialize_ub` has configured them on a mesh axis.
     """
     by_method: dict[str, list[str]] = {}
     for (name, mode), overlap in axis.overlaps.items():
@@ -441,7 +444,7 @@ def _connections():
 
 
 def describe_connection(connection: communicators.Connection) -> str:
-    """Describes how the ranks share memory, and why preferred ways do not work."""
+    """Describes how ranks share memory, and why preferred modes are unusable."""
     communicator = connection.communicator
     how = getattr(communicator, "how", None)
     if communicator is None or how is None:

@@ -18,10 +18,11 @@ from jax_ub._src.tools.timing import Candidate
 
 # Name of JAX's Pallas kernel in tables and JSON.
 PALLAS = "pallas"
-# Default GEMM sizes M, K, N. The first two scale the MLP of Llama 2 7B, with K = 4096
-# and N = 11008, to about a third and a quarter. The third is a fused query, key and
-# value kernel with fewer key than query heads; the fourth has few rows, as in decoding.
-# In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
+# Default GEMM sizes M, K, N. The first two are the MLP of Llama 2 7B (K = 4096, N =
+# 11008) with K and N reduced to about a third and a quarter. The third is a fused
+# query, key and value kernel with fewer key than query heads. The fourth has few rows,
+# as in decoding. Each bf16 GEMM takes 1 to 20 ms on two recent cores, and 2 to 80 ms on
+# older ones.
 DEFAULT_SHAPES = (
     Shape(1536, 1280, 3840),
     Shape(512, 1024, 2816),
@@ -32,7 +33,7 @@ DEFAULT_SHAPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Makes programs to time from functions of one device's operands, which they share.
+    """Turns per-device functions into programs to time, all with the same operands.
 
     Attributes:
         operands: global arrays.
@@ -56,10 +57,11 @@ class Programs:
     def fastest(
         self, name: str, functions: Mapping[Any, Callable[..., Any]]
     ) -> Candidate:
-        """Returns the fastest of {variant: function}."""
+        """Times the programs of {variant: function}, and returns the fastest."""
         variants = [self(name, f, variant) for variant, f in functions.items()]
         found = self.ranks.fastest(variants)
-        # The operand `carry` is created again, because the trials have replaced it.
+        # The operand with index `carry` is created again, because the trials have
+        # replaced it.
         return dataclasses.replace(found, operands=self._fresh())
 
     def _fresh(self):
@@ -70,7 +72,8 @@ class Programs:
         return found
 
 
-# A function of (a, b), or of (a, b, addend), that returns the product plus the addend.
+# A function of (a, b) that returns the product, or of (a, b, addend) that returns the
+# product plus the addend.
 Gemm = Callable[..., jax.Array]
 
 
@@ -106,7 +109,7 @@ def own_gemm(
 def pallas_programs(
     shape: Shape, dtype: str, ranks: Ranks
 ) -> dict[PallasTiles, Callable[..., jax.Array]] | str:
-    """Returns {tile sizes: AG+GEMM with JAX's Pallas kernel} for all tiles that fit.
+    """Returns {tile sizes: JAX's Pallas all-gather + GEMM} for all tiles that fit.
 
     If the kernel cannot run on these devices or at this size, returns the reason.
     """
@@ -123,7 +126,7 @@ def pallas_programs(
 def fastest_pallas(
     programs: Programs, shape: Shape, dtype: str
 ) -> tuple[Candidate, PallasTiles] | str:
-    """Returns JAX's Pallas AG+GEMM and its fastest tiles, or why there is none."""
+    """Returns JAX's Pallas kernel and its fastest tiles, or why it cannot run."""
     found: Any = pallas_programs(shape, dtype, programs.ranks)
     if isinstance(found, str):
         return found

@@ -21,18 +21,19 @@ from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.command_line import load_extra
 
 Values = Sequence[float] | np.ndarray
-# Name, in tables, of a lower bound for the times of all programs: the time of the same
-# FLOPs at the peak rate of the CPU, with operands in the L1 cache.
+# Name of a lower bound in tables: the time that the CPU takes for the same FLOPs at its
+# peak rate. The peak rate is measured with operands in the L1 cache.
 PEAK = "peak"
-# Seconds of one measurement of the peak rate: 20 times the wake-up time of a thread.
+# Duration of one measurement of the peak rate. A thread takes a twentieth of this time
+# to wake up, which hardly affects the rate.
 _PEAK_DURATION_S = 0.005
-# `fastest` first drops the variants that take more than this many times as long as the
-# fastest one in one round.
+# `fastest` times each variant once, and drops the variants that take more than this
+# many times as long as the fastest one.
 _MAX_SLOWDOWN = 1.5
-# Largest share of the CPU that other processes may use in a calm benchmark round.
+# A benchmark round is calm if other processes use at most this share of the CPU.
 _CALM = 0.05
-# The shortest interval in which the CPU load is measured, because the kernel counts CPU
-# time in ticks of 10 ms.
+# The shortest interval over which the CPU load is measured. The kernel counts CPU time
+# in ticks of 10 ms, which would make shorter measurements inexact.
 _MIN_INTERVAL_S = 0.1
 
 
@@ -62,20 +63,20 @@ class Candidate:
         return result
 
     def seconds(self) -> float:
-        """Runs the program once; returns its seconds, including its dispatch."""
+        """Runs the program once; returns the seconds, which include its dispatch."""
         start = time.perf_counter()
         self()
         return time.perf_counter() - start
 
 
-# The highest rate, in GFLOP/s, that this process has measured as the peak, by dtype. A
-# later rate is lower if another process uses the cores or the clock is slower.
+# The highest peak rate that this process has measured for each dtype, in GFLOP/s. A
+# later measurement is lower if another process uses the cores or the clock is slower.
 _best_rates: dict[str, float] = {}
 
 
 @dataclasses.dataclass(eq=False)
 class PeakCandidate(Candidate):
-    """The time of `flops` operations at the peak rate: a lower bound of all programs.
+    """Times `flops` operations at the CPU's peak rate, a lower bound for all programs.
 
     Each timed call measures the peak rate again, on tiles that stay in the L1 cache.
     """
@@ -90,7 +91,7 @@ class PeakCandidate(Candidate):
 
 
 def peak_candidates(platform: str, dtype: str, flops: int) -> list[Candidate]:
-    """Returns [`PeakCandidate`], whose time is a lower bound for all programs.
+    """Returns a list with a `PeakCandidate`, whose time no program can beat.
 
     The list is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
     """
@@ -156,7 +157,7 @@ class BackgroundLoad:
         self._share = 0.0
 
     def share(self) -> float:
-        """Returns the CPU share of other processes in the last 0.1 s or longer."""
+        """Returns the CPU share of other processes in the last 0.1 s or more."""
         now, own = time.perf_counter(), self._own_seconds()
         elapsed = now - self._start
         if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:
@@ -169,7 +170,7 @@ class BackgroundLoad:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The times of each program, in seconds, in all benchmark rounds that were kept.
+    """The seconds that each program took in the calmest rounds of a benchmark.
 
     `elsewhere` is the largest CPU share of other processes in a kept round.
     """
@@ -196,9 +197,9 @@ class Timer:
     ) -> Rounds:
         """Times every program once per round, in a random order that differs by round.
 
-        So no program always follows the same one, with its effects on caches, clock
-        frequency and threads. The calmest `rounds` rounds are kept, of at most `rounds
-        * patience`.
+        So no program always follows the same one, which may affect caches, clock
+        frequency and threads. Of at most `rounds * patience` rounds, the calmest
+        `rounds` are kept.
         """
         seconds: dict[str, list[float]] = {each.name: [] for each in candidates}
         shares: list[float] = []
@@ -213,7 +214,7 @@ class Timer:
         return Rounds(times, shares[kept[-1]])
 
     def fastest(self, variants: Sequence[Candidate]) -> Candidate:
-        """Returns the fastest of several variants of a program."""
+        """Times several variants of a program, and returns the fastest one."""
         if len(variants) == 1:
             return variants[0]
         for variant in variants:
@@ -233,7 +234,7 @@ class Timer:
         return _background_load()
 
     def _share(self, candidates: Sequence[Any]) -> float:
-        """Returns the share of the machine that a round did not get, from 0 to 1."""
+        """Returns the share of the CPU that the last round lacked, from 0 to 1."""
         return max([self._load.share(), *(c.lost for c in candidates)])
 
 
