@@ -42,8 +42,8 @@ _HEADER = (
     *("calls", "median us", "waits us", "where", "op", "method", "P"),
     "operands of a rank",
 )
-# The options that apply to --op, with the function that parses each and its default. In
-# a multi-process trace, every process gets these options.
+# Options that are valid only with --op, each with its parser and its default. In a
+# multi-process trace, every process gets these options.
 _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "method": (method_option, "auto"),
     "tp": (parts.count, 4),
@@ -97,7 +97,7 @@ def command(given: argparse.Namespace) -> int:
             traces.write(trace, file)
     else:
         run = _prepare_op(given) if given.op else _program_runner(given, program)
-        # When the context ends, it writes the trace of this process, even if the script
+        # At its end, the context writes the trace of this process, even if the script
         # has failed.
         traced = traces.trace(given.part or file)
         with traced as recording, command_line.program_stdout(given):
@@ -119,7 +119,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns the lines of a table with a trace's calls. Equal calls share one row."""
+    """Returns the lines of a table of the calls in a trace. Equal calls share a row."""
     indices: dict[tuple[Any, ...], list[int]] = {}
     for index, call in enumerate(trace.calls):
         key = (call.label, call.op, call.method, call.num_ranks, call.operands)

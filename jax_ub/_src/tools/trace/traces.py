@@ -34,7 +34,7 @@ from jax_ub._src.tools.launch.parts import part_path
 
 _EVENTS_PER_THREAD = 1 << 16
 _MAX_EVENTS_PER_THREAD = 1 << 24
-# Kinds of trace spans that are not steps of a call's communication schedule.
+# Kinds of spans in a trace that are not steps of a communication schedule.
 CALL = "call"  # a rank's call, from its start to its completion
 GATHER = "gather"  # waits until the calls of the other ranks have arrived
 BARRIER = "barrier"  # waits until the other processes have arrived
@@ -46,8 +46,8 @@ _FIX = "Give the files of ub.trace or `python -m jax_ub trace --json`."
 # First track id of threads in a trace file: thread n of a process has the track id
 # `_FIRST_THREAD + n`. Smaller track ids are device ids.
 _FIRST_THREAD = 100_000
-# The preposition before the peer in the title of a span, by the kind of the span. For
-# example, "put 3 to 1" is the put of chunk 3 to rank 1.
+# Maps the kind of a span to the preposition before the peer in the span's title. For
+# example, the title "put 3 to 1" means that chunk 3 is sent to rank 1.
 _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
 
 
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """Returns the user's name for the call, or else its label."""
+        """Returns the name that the user gave the call, or its label if it has none."""
         return ub_name_in(self.label) or self.label
 
     @property
@@ -160,14 +160,14 @@ class Trace:
         return found
 
     def seconds_of(self, index: int) -> float:
-        """Returns a call's seconds, from the first rank's start to the last's end."""
+        """Returns the seconds from a call's first start to its last end on any rank."""
         spans = self.of_call(index)
         if not spans:
             return 0.0
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
     def waiting_s(self) -> list[float]:
-        """Returns the average seconds that a rank waits in each call.
+        """Returns, for each call, the average number of seconds that a rank waits.
 
         Includes waits for other ranks' calls, chunks, free slots and other processes.
         Communication that is hidden behind a GEMM causes no waits. The average is over
@@ -182,8 +182,8 @@ class Trace:
             num_ranks[call] += len(recorded)
         for span in self.spans:
             if span.kind in WAITS:
-                # A span of rank -1 is a wait of the whole process, which counts for
-                # each of its ranks.
+                # A span with rank -1 is a wait of a whole process. It counts once for
+                # each recorded rank of the process.
                 local = ranks.get((span.call, span.process), ())
                 waits[span.call] += span.seconds * (len(local) if span.rank < 0 else 1)
         return [s / max(num, 1) for s, num in zip(waits, num_ranks, strict=True)]
@@ -200,7 +200,7 @@ class Trace:
 
 
 def typical_seconds(seconds: Iterable[float]) -> float:
-    """Returns the median time of equal calls, without the first one.
+    """Returns the median time of repeated calls, without the first one.
 
     In the first call, ranks also wait for others to compile the program. `seconds` has
     the times in the order of the calls. If there is only one call, returns its time.
@@ -225,7 +225,7 @@ def trace(
     *,
     events_per_thread: int = _EVENTS_PER_THREAD,
 ) -> Iterator[Recording]:
-    """Records when each rank computes, sends and waits in jax_ub's calls in the block.
+    """Records when each rank computes, sends and waits in the jax_ub calls of a block.
 
         with ub.trace("step.json"):
             jax.block_until_ready(step(state))
@@ -309,7 +309,7 @@ def _call_from_json(fields: Mapping[str, Any]) -> Call:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces of a job's processes. A call of all processes becomes one call.
+    """Merges the traces of a job's processes. Their records of a call become one call.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """
@@ -335,7 +335,7 @@ def write(trace: Trace, path: pathlib.Path) -> None:
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
-    """Reads the trace files of a job's processes, and merges them on one clock."""
+    """Reads the trace files of a job's processes, and merges them into one trace."""
     traces = [_read_file(path) for path in paths]
     sources: dict[int, pathlib.Path] = {}
     for path, trace in zip(paths, traces, strict=True):

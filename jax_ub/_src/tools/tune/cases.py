@@ -22,10 +22,11 @@ from jax_ub._src.tools.programs import Programs, own_gemm
 def cases(
     shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
 ) -> Iterator[TunedKey]:
-    """Yields the cases of a column-parallel layer and the row-parallel layer after it.
+    """Yields the ops and sizes to tune for a column-parallel and a row-parallel layer.
 
-    A row layer's dgrad is an AG+GEMM with the sizes of the column layer. The two
-    gradients of a column layer together are a separate case. On GPUs, GEMMs without
+    The row-parallel layer follows the column-parallel one, so its dgrad is an AG+GEMM
+    with the sizes of the column layer, and is not a case of its own. The two gradients
+    of a column layer together are a separate case. On GPUs, GEMMs without
     communication are cases, too, because they have algorithms to choose from.
     """
     if num_ranks > 1:
@@ -49,13 +50,13 @@ def _local_cases(M, K, N, dtype):
 
 
 def dgrad_of(case: TunedKey) -> TunedKey:
-    """Returns the `TunedKey` of a column layer's dgrad alone: GEMM + reduce-scatter."""
+    """Returns the case of a column-parallel layer's dgrad, a GEMM + reduce-scatter."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
-# GEMMs without communication: {op: (layout, dimensions of operands)}. In layout "nt",
-# the second operand is transposed, in "tn" the first. The third operand, if there is
-# one, is an addend, which the result overwrites.
+# Maps the GEMMs without communication to (layout, dimensions of the operands). In
+# layout "nt", the second operand is transposed, in "tn" the first. The third operand,
+# if there is one, is an addend, which the result overwrites.
 _LOCAL = {
     "matmul": ("nn", ("MK", "KN")),
     "dgrad": ("nt", ("MK", "NK")),
@@ -63,7 +64,8 @@ _LOCAL = {
     "wgrad": ("tn", ("KM", "KN")),
     "wgrad_accumulate": ("tn", ("KM", "KN", "MN")),
 }
-# The dimensions of each op's operands, and how operands and results are sharded.
+# Maps each op to (dimensions of the operands, their shardings, shardings of the
+# results).
 _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
     **{op: (("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
     COLUMN_GRADIENTS: (("MK", "KN", "MN"), (ROWS, COLUMNS, COLUMNS), (ROWS, COLUMNS)),
@@ -72,7 +74,7 @@ _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
 
 
 def programs(case: TunedKey) -> Programs:
-    """Returns a `Programs` for an op, with random operands on the devices."""
+    """Returns the builder of an op's programs, with random operands on the devices."""
     ranks = Ranks(case.num_ranks)
     dims, in_specs, out_specs = _OPERANDS[case.op]
     shape = Shape(case.M, case.K, case.N)
@@ -84,7 +86,7 @@ def programs(case: TunedKey) -> Programs:
 
 
 def function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
-    """Returns the program of one device that runs an op as `choice` says."""
+    """Returns a per-device function that runs the op with the method `choice`."""
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
     if case.op in _LOCAL:
@@ -129,19 +131,19 @@ _STREAMS_AND_MARGINS = [
     KernelOptions(num_lanes=num_lanes, sm_margin=margin)
     for num_lanes, margin in itertools.product((2, 1, 3), (4, 0))
 ]
-# The algorithms of cuBLASLt to time, by number. The engine asks cuBLASLt for eight
-# algorithms and by default uses the first, number 0. Calls that communicate have many
-# other candidates, so fewer algorithms are tried for them.
+# Numbers of the cuBLASLt algorithms to time. The engine asks cuBLASLt for eight
+# algorithms, and by default uses number 0. Calls that communicate have many other
+# candidates, so fewer algorithms are tried for them.
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in range(1, 8)]
 _FIRST_ALGORITHMS = _ALGORITHMS[:3]
-# Options with which GPU kernels, rather than copy engines, send the data. The kernels
+# Options with which GPU kernels send the data, in place of copy engines. The kernels
 # run on the multiprocessors that GEMMs leave free. A few thread blocks suffice for
 # small messages.
 _KERNELS = [
     KernelOptions(use_ce=False, num_sm=num_blocks, sm_margin=num_blocks)
     for num_blocks in (4, 16)
 ]
-# Bytes per element of partial sums on CPUs, which are always f32.
+# Bytes per element of partial sums on CPUs, where partial sums are always f32.
 _F32_BYTES = 4
 
 
@@ -163,7 +165,7 @@ def candidates(
     choices = list(_with_default_options(case, is_cuda))
     if not is_cuda:
         return [*choices, _XLA]
-    # Kernels send only small messages faster than copy engines do. Splitting such
+    # GPU kernels send only small messages faster than copy engines do. Splitting small
     # messages gains nothing, so kernels are tried without splits.
     unsplit = [
         choice
@@ -179,7 +181,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns `choice` with other kernel options. Its schedule variant is kept."""
+    """Returns `choice` with `options`, but with the schedule variant of `choice`."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
@@ -218,8 +220,8 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     yield from _with_options(Method.RING_EXCHANGE, options)
     for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # The variant starts the GEMM of split i + 1 before it sends split i, which
-        # gains nothing on CPUs, where a rank runs one step at a time.
+        # `OVERLAP_FIRST_GEMM` starts the GEMM of split i + 1 before it sends split i.
+        # On CPUs this gains nothing, because a rank runs one step at a time.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)

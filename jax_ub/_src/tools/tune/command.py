@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Times all methods for each op and size, prints the fastest, updates the file."""
+    """Times all methods for each op and size; prints and stores the fastest ones."""
     command_line.check_json_differs("tune", given, "output")
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
@@ -91,9 +91,9 @@ def command(given: argparse.Namespace) -> int:
     )
     num_candidates = 0
     for case in command_line.progress("tune", list(wanted)):
-        # The gradients of a column layer include the GEMM + reduce-scatter of a dgrad.
-        # `cases` yields that GEMM + reduce-scatter earlier, so its fastest method is
-        # known here.
+        # The gradients of a column-parallel layer contain its dgrad, a GEMM +
+        # reduce-scatter. `cases` yields the dgrad as a separate case before, so its
+        # fastest method is known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
@@ -113,8 +113,7 @@ def command(given: argparse.Namespace) -> int:
         flag = settings.COLLECTIVES_IN_ORDER
         text = f'\n"auto" runs JAX\'s Pallas kernel only with {flag} in XLA_FLAGS'
         command_line.say(given, text)
-    # Each candidate also runs in an untimed round, which compiles it: `rounds + 1` in
-    # all.
+    # An additional, untimed run compiles each candidate, hence `rounds + 1`.
     command_line.say(
         given,
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
@@ -125,7 +124,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _check_has_pallas(tp, dtypes):
-    """Raises an error if no case with these options has JAX's kernel as a candidate."""
+    """Raises an error if JAX's Pallas kernel can run none of the cases to tune."""
     reason = ""
     if set(tp) == {1}:
         reason = "--tp 1 tunes GEMMs without communication"
@@ -158,9 +157,9 @@ def _shapes(given) -> Sequence[Shape]:
         raise UnsupportedOverlapError(
             "tune: --shapes and --model exclude each other. Leave one of them out."
         )
-    # `cases` takes the sizes of a column-parallel layer, and derives the row-parallel
-    # layer after it. To get a row-parallel layer [M, K, N], it is called with the
-    # column-parallel layer [M, N, K].
+    # `cases` takes the sizes of a column-parallel layer, and derives those of the
+    # row-parallel layer that follows. To tune a row-parallel layer [M, K, N], the
+    # column-parallel layer [M, N, K] is returned.
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
         for layer in MODELS[given.model]
@@ -169,7 +168,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, tp) -> bool:
-    """Starts JAX with devices for each size in `tp`; returns whether they are GPUs."""
+    """Starts JAX with enough devices for all of `tp`; returns whether they are GPUs."""
     num_devices = max(tp)
     devices.start("tune", num_devices, wanted)
     num_found = 0 if wanted == "cpu" else len(cuda_engine.local_devices())
