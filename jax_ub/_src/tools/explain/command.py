@@ -23,8 +23,8 @@ from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.trace.traces import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
-# The event that JAX reports when XLA has compiled a program, or when the compilation
-# cache has returned it.
+# Name of the event that `jax.monitoring` reports when XLA has compiled a program, or
+# when the compilation cache has returned it.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -87,7 +87,7 @@ def command(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _compiled() -> Iterator[list[str]]:
-    """Yields a list that gets an entry for each program that JAX compiles."""
+    """Yields a list that gets one entry per program that JAX compiles in the block."""
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:

@@ -25,37 +25,39 @@ from jax_ub._src.tools.explain.instructions import (
 )
 from jax_ub._src.tools.trace.traces import ub_name_in
 
-# XLA numbers every fifth element of a long tuple by a comment, such as /*index=5*/.
+# XLA marks every fifth element of a long tuple with a comment such as /*index=5*/. The
+# comments are removed before the text is parsed.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
 _USERS, _OPERANDS = operator.attrgetter("users"), operator.attrgetter("operands")
-# Maps the HLO opcode of a collective to the function of jax_ub that could replace it
-# together with an adjacent dot.
+# Maps the HLO opcode of a collective to the function of jax_ub that could replace the
+# collective together with an adjacent dot.
 _COULD_BE = {
     "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
 }
 _COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
-# Opcodes of collectives that change how an array is sharded, with the prefix of the JAX
-# primitives that lower to them. If the `op_name` of a collective ends with a different
-# primitive, XLA itself has added the collective.
+# Maps the opcode of a collective that reshards an array to the prefix of the JAX
+# primitives that lower to the collective. If the `op_name` of a collective ends with a
+# different primitive, XLA itself has added the collective.
 _RESHARDS = {
     "all-gather": "all_gather",
     "all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
-# Instructions that only move or convert values. If a fusion consists of a dot and such
-# instructions, a reduction of the fusion's result is a sum of the dot's result.
+# Opcodes of instructions that only move or convert values. A fusion of a dot and such
+# instructions computes only the dot, so a reduction of the fusion's result sums the
+# results of the dot.
 _MOVES = PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of XLA, or one of the arrays in a combined collective of XLA.
+    """A collective of XLA, or the part for one array of a combined collective.
 
-    If it is next to a dot, one jax_ub call could replace both.
+    If it is adjacent to a dot, one jax_ub call could replace both.
 
     Attributes:
         scope: the JAX name stack of the collective.
@@ -110,11 +112,11 @@ class Collective:
 def collectives(
     text: str, mesh: Mapping[str, int] | None = None
 ) -> Iterator[Collective]:
-    """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
+    """Finds XLA's collectives in optimized HLO text, and pairs each with a nearby dot.
 
     An all-gather is paired with the nearest dot that uses its result, a reduction with
     the nearest dot whose result it sums. If XLA has combined several collectives, and
-    one of the arrays is next to a dot, yields a `Collective` for each array.
+    one of the arrays has a dot, yields a `Collective` for each array.
 
     Args:
         text: the HLO text.
@@ -128,27 +130,28 @@ def collectives(
 
 
 class _Program:
-    """The HLO of a compiled program, to find dots and calls next to a collective."""
+    """The parsed HLO of a program. Finds dots and jax_ub calls near a collective."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self.computations = computations(text)
         self._lines = source_lines(text)
         self._mesh = mesh
-        # {computation: its first dot}, for the computations that contain a dot.
+        # Maps the name of each computation that contains a dot to its first dot.
         self._dots = {
             name: dot_of(one)
             for name, instructions in self.computations.items()
             for one in reversed(instructions.values())
             if multiplies(one)
         }
-        # The computations that compute anything other than dots.
+        # Names of the computations with an instruction that is neither a dot nor in
+        # `_MOVES`.
         self._impure = {
             name
             for name, instructions in self.computations.items()
             for one in instructions.values()
             if one.opcode not in _MOVES and not multiplies(one)
         }
-        # The computations that only move or convert values.
+        # Names of the computations that only move or convert values.
         self._moving = self.computations.keys() - self._impure - self._dots.keys()
         entry = _ENTRY.search(text)
         self.entry = entry[1] if entry else ""
@@ -157,7 +160,10 @@ class _Program:
         self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
     def collectives(self, one: Instruction, *, is_in_loop) -> Iterator[Collective]:
-        """Yields a collective, or one part per array if any array is next to a dot."""
+        """Yields a collective, or a part for each of its arrays.
+
+        It is divided if a dot uses or computes any of the arrays.
+        """
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         sent = [_moved_bytes(one.kind, array, num_ranks) for array in one.arrays]
         whole = Collective(
@@ -196,7 +202,7 @@ class _Program:
                 yield dataclasses.replace(part, sums_parameter_gradient=True)
 
     def _dots_next_to(self, one, users) -> list[Dot | None]:
-        """Returns, for each array of a collective, the dot that uses or computes it."""
+        """Returns the dot that uses or computes each array of a collective."""
         if one.kind == "all-gather":
             return [self._nearest_dot(start, _USERS) for start in users]
         if one.kind not in _COULD_BE or not self._may_sum(one):
@@ -207,7 +213,7 @@ class _Program:
         ]
 
     def _may_sum(self, one: Instruction) -> bool:
-        """Returns whether a reduction may be a sum, as opposed to, say, a maximum."""
+        """Returns whether a reduction can be a sum, and not, for example, a maximum."""
         called = self.computations.get(one.called, {})
         opcodes = {each.opcode for each in called.values()}
         return opcodes <= {"parameter", "add", "convert"}
@@ -222,7 +228,7 @@ class _Program:
         return whole
 
     def _combined(self, part, one, index, users) -> Collective:
-        """Returns the part of a collective for one array that is not next to a dot."""
+        """Returns the part of a collective for an array without an adjacent dot."""
         near = [*one.operands[index : index + 1], *users, one]
         scope = next((each.op_name for each in near if each.op_name), one.name)
         if one.kind == "all-gather":
@@ -232,10 +238,10 @@ class _Program:
         return dataclasses.replace(part, scope=scope, is_of_kernel=is_of_kernel)
 
     def _paired(self, part, one, index, users, dot, is_in_loop) -> Collective:
-        """Returns the part of a collective for one array that is next to a dot."""
+        """Returns the part of a collective for an array with an adjacent dot."""
         array = one.arrays[index]
-        # A combined collective is named after all collectives in it. The name and
-        # source line of the dot are used instead.
+        # The name of a combined collective refers to all collectives in it. The name
+        # and source line of the dot are used instead.
         is_named_by_dot = len(one.arrays) > 1 and dot.instruction.op_name
         source = dot.instruction if is_named_by_dot else one
         sums_gradient = False
@@ -318,7 +324,10 @@ class _Program:
         return False
 
     def _nearest_dot(self, reached, neighbors, impure=frozenset()) -> Dot | None:
-        """Follows `neighbors` from the instructions `reached` to the nearest dot."""
+        """Returns the dot that is nearest to the instructions `reached`, or None.
+
+        `neighbors` returns the users or the operands of an instruction.
+        """
         for one in around(reached, neighbors, impure):
             if multiplies(one):
                 return dot_of(one)
@@ -346,7 +355,7 @@ def _moved_bytes(kind, array, num_ranks):
     dtype, sizes = array
     share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
     # The result of a reduce-scatter is 1 / num_ranks of the array that is reduced. An
-    # all-reduce sends the array twice.
+    # all-reduce sends the array twice, like a reduce-scatter and an all-gather.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     return round(share * whole * (math.prod(sizes) * bits(dtype) // 8))
 
@@ -358,7 +367,8 @@ def _global_sizes(array, kind, dot, num_ranks):
     if kind != "all-gather":
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
-    # M is the number of rows of the gathered operand, on either side of the dot.
+    # M is the number of rows of the gathered operand, which may be the left or the
+    # right operand of the dot.
     gathered = math.prod(array[1])
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)

@@ -20,8 +20,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
-# Opcodes of instructions that may be between a collective and its dot, because they
-# only move or convert data. Only a fusion may also compute.
+# Opcodes of instructions that may be between a collective and the dot that is paired
+# with it, because they only move or convert data. Only a fusion may also compute.
 PASSED = {
     *("bitcast", "convert", "copy", "fusion"),
     *("get-tuple-element", "reshape", "transpose"),
@@ -30,8 +30,8 @@ _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 MAX_STEPS = 4
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# HLO text begins with tables that map a stack frame to its file, line and parent. Each
-# pattern matches a row of the table with this name.
+# Maps the name of a table to a pattern that matches a row of the table. HLO text begins
+# with these tables, which give the file, line and parent of each stack frame.
 _TABLES = {
     "FileNames": re.compile(r'(\d+) "(.*)"'),
     "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
@@ -39,21 +39,21 @@ _TABLES = {
         r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     ),
 }
-# Parts of file paths that identify stack frames of libraries, as opposed to those of
-# the user's program.
+# A stack frame belongs to a library, and not to the user's program, if its file path
+# contains one of these texts.
 _LIBRARIES = (
     *("/site-packages/jax", "/site-packages/flax/"),
     f"{pathlib.Path(__file__).parents[3]}/",
 )
-# Match the replica groups of a collective in each of the formats of HLO: as a list, in
-# iota format, or as mesh axes.
+# Patterns for the device groups of a collective in the three formats of HLO: a list,
+# iota format, and mesh axes.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}"
 )
-# Matches the devices of a mesh in iota format, such as "[2,4]T(1,0)", which are not in
-# the order of their ids.
+# Matches the device ids of a mesh in iota format, such as "[2,4]T(1,0)". HLO text
+# contains the ids if the devices are not in the order of their ids.
 _DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 
 # An array in HLO text: its dtype, such as "bf16", and its dimensions.
@@ -104,7 +104,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """The size of a dot in HLO text: the elements of operands and result, and K.
+    """The sizes of a dot: elements of the operands and the result, and contracted size.
 
     `operands` are the operands of the dot, or of the fusion that contains it.
     """
@@ -119,7 +119,7 @@ class Dot:
 
 
 def users_by_array(one: Instruction) -> list[list[Instruction]]:
-    """Returns, for each result array of a collective, the instructions using it."""
+    """Returns the instructions that use each result array of a collective."""
     if len(one.arrays) == 1:
         return [one.users]
     found: list[list[Instruction]] = [[] for _ in one.arrays]
@@ -136,7 +136,7 @@ def around(
     neighbors: Callable[[Instruction], list[Instruction]],
     blocking: Collection[str] = (),
 ) -> Iterator[Instruction]:
-    """Yields the instructions `reached` and those near them, the nearest first.
+    """Yields the instructions `reached` and instructions near them, the nearest first.
 
     A step is from an instruction to one of its `neighbors`, its users or operands. Only
     instructions in `PASSED` may be in between, and no fusions that call computations in
@@ -155,7 +155,7 @@ def _first_group(pattern, text) -> str:
 
 
 def computations(text: str) -> dict[str, dict[str, Instruction]]:
-    """Returns {name: {instruction name: instruction}} of all HLO computations."""
+    """Parses HLO text; returns {computation name: {instruction name: instruction}}."""
     found: dict[str, dict[str, Instruction]] = {}
     known: dict[str, Instruction] = {}
     for line in text.splitlines():
@@ -167,7 +167,7 @@ def computations(text: str) -> dict[str, dict[str, Instruction]]:
 
 
 def _instruction(known, name, shape, opcode, rest):
-    """Returns an instruction, and adds it to the users of its operands.
+    """Parses an instruction, and adds it to the `users` of each of its operands.
 
     An operand that is not among the `known` instructions of the computation counts as a
     parameter without a shape.
@@ -179,7 +179,8 @@ def _instruction(known, name, shape, opcode, rest):
     # "), " separates the operand list of an instruction from its attributes.
     names = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
     if opcode.endswith("-start") and opcode != "all-reduce-start":
-        # An asynchronous start lists its operands before its results.
+        # The tuple that an asynchronous start returns has its operands before its
+        # results.
         arrays = arrays[len(names) : 2 * len(names)]
     unknown = Instruction("", [], "parameter", [], "")
     operands = [known.get(operand, unknown) for operand in names]
@@ -190,7 +191,7 @@ def _instruction(known, name, shape, opcode, rest):
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of an element of an HLO dtype: 16 for "bf16", 8 for "pred"."""
+    """Returns the bits per element of an HLO dtype: 16 for "bf16", 8 for "pred"."""
     return int(_first_group(_BITS, dtype) or 8)
 
 
@@ -214,14 +215,13 @@ def dot_of(one: Instruction) -> Dot:
     if contracting and lhs:
         K = math.prod(sizes[int(axis)] for axis in contracting.split(","))
     else:
-        # A dot of [M, K] and [K, N] has the result [M, N], and (M K) (K N) / (M N) =
-        # K^2.
+        # K follows from the sizes of operands and result: (M K) (K N) / (M N) = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
     return Dot(one, one.operands, lhs, rhs, out, K, dtype)
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """Returns {stack frame: line of the user}, such as {1: "train.py:12"}.
+    """Returns {stack frame: line of the user's code}, such as {1: "train.py:12"}.
 
     The tables at the beginning of HLO text have the frames. A frame without a line of
     the user has its line in a library, or "".
@@ -231,13 +231,12 @@ def source_lines(text: str) -> dict[int, str]:
         table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
         rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
     frames = rows["StackFrames"]
-    # Frame 1 has no parent, which should be printed as id 0. XLA may print the ids of
-    # parents plus 1, so if the parent of frame 1 is printed as 1, all parent ids are 1
-    # too high.
+    # Frame 1 has no parent, so its parent id should be 0. XLA may print all parent ids
+    # 1 too high. This is the case if the parent id of frame 1 is 1.
     offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
     lines: dict[int, str] = {}
     of_user: dict[int, str] = {}
-    # The parent of a frame is the frame of its caller, which has a lower id.
+    # The parent of a frame is its caller. A parent has a lower id, so it comes first.
     for frame, (location, parent) in sorted(frames.items()):
         file, line = rows["FileLocations"].get(int(location), ("0", ""))
         (path,) = rows["FileNames"].get(int(file), ("",))
@@ -252,7 +251,7 @@ def source_lines(text: str) -> dict[int, str]:
 
 
 def named_mesh_in(text: str) -> dict[str, int]:
-    """Returns {mesh axis: size} from HLO text, or {} if it lacks the axis names.
+    """Returns {mesh axis: size} from HLO text, or {} if the text has no axis names.
 
     XLA may make up names of axes, such as "axis_0". Such meshes are ignored.
     """
@@ -293,7 +292,7 @@ def _sizes(text):
 
 
 def _device_groups(text) -> list[list[int]]:
-    """Returns the device groups of a collective from its HLO text, or [] if not given.
+    """Returns the device groups in the HLO text of a collective, or [] without groups.
 
     For example, `replica_groups={{0,1},{2,3}}` gives [[0, 1], [2, 3]]. Each group of a
     collective-permute is the source and the target of one transfer.
@@ -313,7 +312,7 @@ def _device_groups(text) -> list[list[int]]:
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Returns device numbers in XLA's iota format: shape `sizes`, then transposed.
+    """Returns the device numbers in iota format: a range, reshaped and transposed.
 
     For example, "2,2" and "1,0" give [[0, 2], [1, 3]].
     """
@@ -323,7 +322,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """Returns the device numbers of each group, which differ only along `axes`."""
+    """Returns groups of device numbers. Devices of a group differ only along `axes`."""
     along = [list(mesh).index(name) for name in axes if name in mesh]
     numbers = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
     size = math.prod(numbers.shape[axis] for axis in along)

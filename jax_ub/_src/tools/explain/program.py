@@ -24,14 +24,14 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.traces import ub_name_in
 
-# An equation of a jaxpr, how often a program runs it, and its JAX name stack.
+# An equation of a jaxpr, the number of its executions, and its JAX name stack.
 _Equation = tuple[core.JaxprEqn, float, str]
-# A name scope around operations that JAX has transformed, such as "jvp(mlp)".
+# Matches a name scope that JAX has transformed, such as "jvp(mlp)" for "mlp".
 _TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
-# How the name scopes begin that JAX adds.
+# Prefixes of the name scopes that JAX adds to the user's. The table omits them.
 _OF_JAX = ("jit(", "shard_map", "shmap_body", "custom_vjp", "rematted_computation")
-# Maps the JAX primitives that replace a call which falls back to plain JAX to their
-# names in the table.
+# Maps JAX primitives to their names in the table. A call of jax_ub that falls back to
+# plain JAX is found by these primitives.
 _FALLEN = {"dot_general": "dot", "all_to_all": "all-to-all"}
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
 _RESHARDED = (
@@ -47,7 +47,7 @@ def explain(
     trace: TraceLike = None,
     **kwargs: Any,
 ) -> Table:
-    """Lists the collectives of `fn(*args, **kwargs)`, and which overlap with a GEMM.
+    """Lists the collectives of `fn(*args, **kwargs)`, and whether a GEMM overlaps each.
 
     If a collective does not overlap, its row has the reason.
 
@@ -91,7 +91,7 @@ def explain(
 
 
 def compiled_text(traced: jax.stages.Traced) -> str:
-    """Compiles a program and returns its optimized HLO, with its names of operations.
+    """Compiles a program and returns its optimized HLO text, with JAX's name stacks.
 
     By default, JAX's compilation cache ignores these names, and may return an equal
     program that was compiled with other names.
@@ -106,7 +106,7 @@ def compiled_text(traced: jax.stages.Traced) -> str:
 
 
 def _as_new_function(fn, args, kwargs):
-    """Returns a new jitted function that calls `fn`, and the arrays to call it with.
+    """Returns a new jitted function that calls `fn`, and the arrays to pass to it.
 
     The function takes the arrays in `args` and `kwargs` one by one. JAX lowers a
     function once, and `recording` sees only calls that are lowered in its block.
@@ -121,7 +121,7 @@ def _as_new_function(fn, args, kwargs):
         args, kwargs = jax.tree.unflatten(tree, filled.values())
         result = fn(*args, **kwargs)
         # nnx functions update their arguments in place. The new values are returned,
-        # because JAX would remove the computation of values that are not.
+        # because JAX removes a computation whose result is not returned.
         updated = [x for x in jax.tree.leaves((args, kwargs)) if _is_array(x)]
         return result, updated
 
@@ -169,7 +169,7 @@ def table_of(
     arrays: Sequence[Any] = (),
     run: Sequence[_Equation] = (),
 ) -> Table:
-    """Returns the table that `explain` prints.
+    """Builds the table that `explain` prints, with rows for calls and collectives.
 
     `found` has all collectives of XLA, `arrays` are the program's arguments, and `run`
     has its equations. Without the equations, a call counts as often as it is lowered,
@@ -214,8 +214,8 @@ def call_rows(
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
         dtypes = _multiplied(call, operands)
-        # The prediction is for the requested method, because "auto" may select a
-        # different method on the predicted machine than on this machine.
+        # The prediction is for the requested method. With "auto", the predicted machine
+        # may select a different method than this machine.
         prediction = simulate.estimate(
             op,
             Method.XLA if reason else call.choice,
@@ -261,7 +261,7 @@ def call_rows(
 
 
 def _why_sequential(call):
-    """Returns why a call of method "external", GEMM then collective, has no overlap."""
+    """Returns why a call does not overlap: what has selected the method "external"."""
     source = "given"
     if call.choice.is_from_environment:
         source = "from JAX_UB_METHOD"
@@ -335,8 +335,8 @@ def _cost(pair, machine) -> dict[str, Any]:
     flops = 2 * M * K * N // max(pair.num_ranks, 1)
     if pair.itemsize not in ITEMSIZES:
         return {"flops": flops}
-    # XLA's collective in the program sends partial sums in the dtype of its array. The
-    # method "xla" would send them in f32.
+    # `serial_s` is the time if partial sums are sent in the dtype of the result, as XLA
+    # does in this program. The method "xla" of jax_ub would send them in f32.
     prediction = simulate.estimate(
         *(pair.could_be, "xla", M, K, N, pair.num_ranks),
         dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
@@ -346,7 +346,7 @@ def _cost(pair, machine) -> dict[str, Any]:
 
 
 def _split_scope(pair):
-    """Splits a JAX name stack into the user's scope and the marks that jax_ub added.
+    """Splits a JAX name stack into the user's scope and the scopes that jax_ub added.
 
     Returns:
         The pair with the user's scope; the `Fallback` if plain JAX replaced a call of
@@ -362,7 +362,7 @@ def _split_scope(pair):
 def _other_fallbacks(run, found) -> Iterator[Row]:
     """Yields a table row for each call that runs as plain JAX and has no row yet.
 
-    These are calls whose dot has no collective next to it, for example on one rank, and
+    These are calls whose dot has no adjacent collective, for example on one rank, and
     partial sums that are sent as FP8. Calls whose dot is next to a collective in
     `found` already have rows.
     """
@@ -416,7 +416,7 @@ def _executions(run: Sequence[_Equation]):
 def equations(
     jaxpr: core.Jaxpr, times: float = 1, outer_stack: str = ""
 ) -> Iterator[_Equation]:
-    """Yields each equation of a jaxpr and of nested jaxprs, its count and name stack.
+    """Yields (equation, count, name stack) for a jaxpr and its nested jaxprs.
 
     The count is the number of executions, inf inside a while loop. JAX's name stack of
     an equation begins in its own jaxpr, so the stacks of the enclosing equations are

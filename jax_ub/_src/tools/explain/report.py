@@ -36,15 +36,16 @@ _GATHERS_NOTE = (
     "tokens over the axis after the embedding"
 )
 _GATHERS_HINT = "shard kernels and activations as these calls do"
-# The fields of `Hardware` by name, and the names of the fields without a default.
+# The fields of `Hardware` by name. A user may give them as a dict.
 _RATES = {field.name: field for field in dataclasses.fields(Hardware)}
+# The names of the fields that have no default value.
 _REQUIRED = [
     name for name, field in _RATES.items() if field.default is dataclasses.MISSING
 ]
 
 HardwareLike = str | Mapping[str, Any] | Hardware | None
 TraceLike = Recording | Trace | str | pathlib.Path | Sequence[str | pathlib.Path] | None
-# Maps (label, op) of a call to the measured seconds that a rank waits per call.
+# Maps (label, op) of a call to the seconds per call that a rank waits in a trace.
 Waits = Mapping[tuple[str, str], float]
 
 
@@ -117,7 +118,7 @@ class Table:
 
     @property
     def custom_call_flops(self) -> int:
-        """Returns a rank's FLOPs in all calls of jax_ub, which XLA counts as 0."""
+        """Returns a rank's FLOPs in jax_ub's calls, which XLA does not count."""
         custom = (row for row in self.rows if row.method != "xla")
         return sum(row.count * (row.flops or 0) for row in custom)
 
@@ -126,7 +127,7 @@ class Table:
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table as text, without most columns that have no values."""
+        """Formats the table as text, without optional columns that have no values."""
         lines = [self.title] if self.title else []
         cells = [_cells(row, self.hardware) for row in self.rows]
         if cells:
@@ -212,7 +213,7 @@ def collective_notes(
 
 
 def note_of(one: Collective, axes: Collection[str] | None) -> str | None:
-    """Returns the note on an array without a row in the table, or None for no note.
+    """Returns the note on a collective that has no row in the table, or None.
 
     Notes count gradients of parameters that are summed, and parameters that are
     gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
@@ -230,7 +231,7 @@ def note_of(one: Collective, axes: Collection[str] | None) -> str | None:
 
 
 def _num_activation_gathers(found, lowered) -> int:
-    """Returns the number of all-gathers of activations that are not next to a dot.
+    """Counts the all-gathers of activations that have no adjacent dot.
 
     The result of such an all-gather has as many rows as x has tokens in one of the
     calls. Results with the shape of a kernel do not count, because the gradients of

@@ -34,9 +34,9 @@ _COLLECTIVES = {
 }
 # A GEMM or a collective: (op, contracted size, number of output features).
 Step = tuple[str, int, int]
-# The (forward, backward) steps of a linear that is not fused, by parallel mode and
-# sequence parallelism. In "matmul kn", k is the contracted size and n the number of
-# output features, for a kernel of shape [k, n].
+# Maps (parallel mode, sequence parallelism) to the forward and the backward steps of a
+# linear layer that is not fused. In "matmul kn", the contracted size is k and the
+# number of output features is n, for a kernel of shape [k, n].
 _UNFUSED = {
     ("column", True): (
         "all_gather kk, matmul kn",
@@ -51,19 +51,21 @@ _UNFUSED = {
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
     (None, True): ("matmul kn", "matmul nk, matmul kn"),
 }
-# Steps that replace an op: if partial sums are sent as FP8 (`wire_dtype`), and if a GPU
-# would have to multiply gathered FP8 rows by non-FP8 operands.
+# Maps an op to the steps that replace it if partial sums are sent as FP8, as selected
+# by `wire_dtype`.
 _SUMS_AS_FP8: dict[str, tuple[str, ...]] = {
     "matmul_reduce_scatter": ("matmul", "all_to_all"),
     "reduce_scatter": ("all_to_all",),
 }
+# Maps an op to the steps that replace it if a GPU would have to multiply gathered FP8
+# rows by non-FP8 operands, which GPUs cannot.
 _FP8_ON_GPUS: dict[str, tuple[str, ...]] = {
     "all_gather_matmul": ("all_gather", "matmul")
 }
-# The ops that are a GEMM without communication.
+# Ops that are GEMMs without communication.
 _GEMMS = ("matmul", "wgrad")
-# The ops that sum results. If a linear has an FP8 recipe, its results are not FP8, but
-# the operands of all its other ops are.
+# Collectives that sum the results of GEMMs. With an FP8 recipe, these results are not
+# FP8, but the operands of all other ops are.
 _SUMS = ("reduce_scatter", "all_reduce")
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 _GATHERED_AS_FP8 = "its rows are sent as FP8, which GPUs do not multiply by wide arrays"
@@ -128,7 +130,7 @@ def explain(
     hardware: Any,
     trace: Any,
 ) -> Table:
-    """Returns the table of `Sequential.explain`: what overlaps, and why not."""
+    """Returns the table of `Sequential.explain`, with reasons for missing overlap."""
     machine, waits = report.find_hardware(hardware), report.read_waits(trace)
     sizes, rows = Sizes(tokens, num_ranks, dtype, machine, waits), []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
@@ -156,16 +158,16 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns (start, op) for each basic operation.
+    """Returns (start, op) for the operation that runs each basic operation.
 
-    `op` is the operation that runs it: a fused operation or itself. `start` is the
-    index of the first basic operation that `op` runs.
+    `op` is a fused operation or the basic operation itself. `start` is the index of the
+    first basic operation that `op` runs.
     """
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
 def _unfused_reasons(fuser, name) -> dict[int, list[str]]:
-    """Returns why each linear of an `ops.Sequential` is not fused, by its index."""
+    """Returns {index of a basic operation: reasons why it is not fused}."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.fusion_steps(name):
         owner = getattr(fusion, "__self__", None)
@@ -238,7 +240,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
 
 
 def _why_sequential(op, call_config, targets) -> str:
-    """Returns why a fused linear does not overlap its collective, or ""."""
+    """Returns why a fused linear layer does not overlap its collective, or ""."""
     if call_config.method is Method.XLA:
         return 'method "xla" is plain jax.lax'
     if "all_to_all" in targets:
@@ -254,8 +256,8 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
     target, k, n = step
     choice, dtype = call_config.choice, sizes.dtype_of(op)
     if target == "all_to_all":
-        # XLA runs this all-to-all, in which a rank sends as many bytes as in an
-        # all-gather of the same array.
+        # The all-to-all runs in XLA. It is predicted as an all-gather of the same
+        # array, in which a rank sends as many bytes.
         target, choice, dtype = "all_gather", MethodChoice(Method.XLA), _FP8
     elif op.fp8 is not None and target not in _SUMS:
         dtype = _FP8
@@ -272,8 +274,8 @@ def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
 def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
     """Returns the `CallConfig` of one pass, with the method tuned for its sizes."""
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    # `initialize_ub` configures overlaps by name for a fixed number of ranks. If that
-    # number is unknown here, the name cannot be looked up.
+    # `initialize_ub` configures an overlap by its name, for a fixed number of ranks. If
+    # the number of ranks is unknown here, the name cannot be looked up.
     configured = op.comm_name if ranks is not None else None
     config = plan_call_config(
         *(window_name, axes, ranks or 1, configured, op.chosen_method),
@@ -297,7 +299,7 @@ def _multiplies_unlike_sent(op, call_config):
 
 
 def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
-    """Returns the GEMMs and collectives of one pass."""
+    """Returns the GEMMs and collectives of one pass of a linear layer, in order."""
     parallel = config.mode.parallel
     if not is_fused:
         text = _UNFUSED[parallel, config.mode.sequence_parallel][is_backward]
@@ -320,7 +322,7 @@ def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
         if _multiplies_unlike_sent(op, config):
             names = _FP8_ON_GPUS.get(name, names)
         for each in names:
-            # The size of a collective is the number of features of the array that it
+            # For a collective, k is the number of features of the array that it
             # communicates.
             k = size[dims[1 if each == "all_to_all" else 0]]
             steps.append((each, k, size[dims[1]]))
