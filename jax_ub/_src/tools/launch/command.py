@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
         )
     if not given.module:  # of a module, the processes report that it does not exist
         command_line.check_program("launch", program[0], is_module=False)
-    # After "--", even a script whose name begins with "-" is accepted.
+    # After "--", Python accepts even a script whose name begins with "-".
     kind = "-m" if given.module else "--"
     job = Job(
         given.processes,

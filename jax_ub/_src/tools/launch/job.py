@@ -13,11 +13,12 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
 
-# Address of the coordinator. All processes are on this machine, and can reach it.
+# Loopback address of the job's coordinator. All processes run on this machine, so they
+# can reach it.
 _HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Maps the fields of `sys.flags` to the letters of Python's options. The options that
-# make Python interactive are left out.
+# Maps the fields of `sys.flags` to the letters of Python's command-line options. The
+# options that make Python interactive are left out.
 _OPTIONS = {
     "isolated": "I",
     "ignore_environment": "E",
@@ -85,7 +86,7 @@ class Job:
     def environment(
         self, given: Mapping[str, str], process: int, port: int
     ) -> dict[str, str]:
-        """Returns the environment of a process, in which JAX finds the job.
+        """Returns the environment variables with which a process joins the job.
 
         `jax.distributed.initialize()` then needs no arguments. JAX has no variables for
         the process index and the number of processes, but it detects Slurm, so this
@@ -125,16 +126,16 @@ class Job:
             job_variables["JAX_UB_HOST_ID"] = f"host{host}"
         result = {**defaults, **given, **job_variables, **_no_proxy(given)}
         # JAX looks for Open MPI before it looks for Slurm. Under mpirun, this variable
-        # would make it join the job of mpirun instead.
+        # would make JAX join the job of mpirun instead.
         result.pop("OMPI_MCA_orte_hnp_uri", None)
         return result
 
 
 def python() -> list[str]:
-    """Returns the command of this interpreter with its options, such as `-W error`."""
+    """Returns the command line of this interpreter, with options such as `-W error`."""
     letters = (each * getattr(sys.flags, name) for name, each in _OPTIONS.items())
-    # The documentation of `sys` describes `_xoptions`. There is no public name for
-    # these options.
+    # `sys._xoptions` is documented, although its name begins with an underscore. The
+    # `-X` options have no other name.
     implementation = [
         f"-X{name}" if value is True else f"-X{name}={value}"
         for name, value in sys._xoptions.items()
@@ -145,7 +146,7 @@ def python() -> list[str]:
 
 
 def _no_proxy(given):
-    """Returns {"no_proxy": ...} with the coordinator's host; {} if no proxy is set."""
+    """Returns the variable that exempts the coordinator from proxies, if any is set."""
     if not any(name.lower().endswith("_proxy") for name in given):
         return {}
     hosts = given.get("no_proxy", given.get("NO_PROXY", "")).split(",")
@@ -154,7 +155,7 @@ def _no_proxy(given):
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yields a TCP port for the coordinator, which no other program can get.
+    """Reserves a TCP port for the coordinator, so that no other program gets the port.
 
     The coordinator also sets SO_REUSEPORT, so it can bind to the port of this socket,
     which does not listen.
@@ -194,13 +195,13 @@ def _supervise(job, stdout) -> int:
 
     with supervisor.handling(forward):
         process = subprocess.Popen(
-            # Python's isolated mode starts fast. The supervisor needs neither jax nor
-            # PYTHONPATH.
+            # The supervisor needs neither jax nor PYTHONPATH, so it runs in Python's
+            # isolated mode, which starts fast.
             [sys.executable, "-I", "-S", supervisor.__file__],
             stdin=subprocess.PIPE,
             stdout=stdout,
-            # In a new session, the supervisor does not get Ctrl-C, which this process
-            # forwards to it.
+            # In a new session, the supervisor does not get Ctrl-C from the terminal.
+            # This process forwards the signal.
             start_new_session=True,
         )
         started.append(process)

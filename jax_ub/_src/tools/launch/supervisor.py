@@ -42,7 +42,7 @@ _LOST_PEER = re.compile(
 
 
 def not_ignored(numbers=ENDED_BY):
-    """Returns those of the signals that nohup or a shell has not made ignored."""
+    """Returns the signals that are not ignored, such as SIGHUP without nohup."""
     kept = signal.SIGTERM  # sent at the death of a parent, too
     return [n for n in numbers if n == kept or signal.getsignal(n) != signal.SIG_IGN]
 
@@ -110,8 +110,7 @@ class SupervisorError(Exception):
     """
 
 
-# Maps the number of an error that keeps a rank from being started to the exceeded
-# limit.
+# Maps the error number of a failed start of a rank to the limit that was exceeded.
 _LIMITS: dict[int | None, str] = {
     errno.EMFILE: "ulimit -n",
     errno.ENFILE: "the sysctl fs.file-max",
@@ -219,7 +218,7 @@ class Rank:
 
 
 class Supervisor:
-    """Waits for the processes' output and exits, signals and deadlines.
+    """Relays the processes' output, and handles their exits, signals and deadlines.
 
     When a rank fails, it ends the other ranks. `job.Job` describes the job.
     """
@@ -279,7 +278,7 @@ class Supervisor:
         return self._status
 
     def _stop(self, loop, context):
-        """Ends `run` with the error of an action, which asyncio would only log."""
+        """Ends `run` with an exception of a callback, which asyncio would only log."""
         self._error = self._error or context.get("exception")
         loop.stop()
 
@@ -309,7 +308,7 @@ class Supervisor:
             self._end(128 - status if status < 0 else status, linger_s=linger_s)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=0.0):
-        """Schedules signal `number`, and later SIGKILL, to all running processes."""
+        """Schedules the signals that end all processes: `number`, and later SIGKILL."""
         self._status = self._status or status  # the job keeps its first status
         kill_s = linger_s + self._job["grace_s"]
         self._loop.call_later(linger_s, self._send, number)
