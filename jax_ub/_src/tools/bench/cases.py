@@ -19,8 +19,7 @@ from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
 from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
 
-# Names of the timed programs, in the columns of the benchmark's tables and the keys of
-# its JSON.
+# Names of the timed programs in the benchmark's tables and JSON.
 OWN = "jax_ub"
 BEST = "xla_best"
 NAIVE = "xla_naive"
@@ -29,20 +28,20 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Name of the program with which multi-process cases are compared: the same op on as
-# many devices of one process. Its speed is a bound for several processes.
+# Name of the program with which multi-process cases are compared. It runs the same op
+# on as many devices of one process. Its speed is an upper bound.
 IN_PROCESS = "in_process"
-# Names of the programs with which FP8 calls are compared: jax_ub's call of the same
-# shape in bf16; XLA's dots of FP8 values; XLA's dots of bf16 values that were quantized
-# to FP8 and dequantized.
+# Names of the programs with which FP8 calls are compared. `BF16` is jax_ub's call of
+# the same shape in bf16. `XLA_F8` has XLA's dots of FP8 values. `XLA_QDQ` has XLA's
+# dots of bf16 values that were quantized to FP8 and dequantized.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED, PALLAS, BF16, XLA_F8, XLA_QDQ)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-# Values of --dtypes that select FP8 operands. Each has a recipe, whose scales are per
-# tensor, block or row.
+# Maps the values of --dtypes that select FP8 operands to FP8 recipes. The recipes have
+# one scale per tensor, per block and per row, in this order.
 FP8_RECIPES: dict[str, Recipe] = {
     "fp8": recipes.Float8CurrentScaling(),
     "mxfp8": recipes.MXFP8BlockScaling(),
@@ -66,7 +65,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory in bytes, besides operands and results, that benchmark programs allocate.
+    """Bytes that benchmark programs allocate in addition to operands and results.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
     best one. `avoided_bytes` is the size of a buffer that jax_ub does not allocate:
@@ -142,7 +141,7 @@ class Setup:
         variant: str = "",
         **more: Any,
     ) -> Case:
-        """Returns a benchmark case. On CPUs, the peak rate is one of its candidates.
+        """Returns a benchmark case. On CPUs, adds the peak rate as a candidate.
 
         A text among the candidates says why a program cannot run. The FLOPs of a call
         are those of `num_gemms` GEMMs of size `shape`. Without FLOPs, the peak rate is
@@ -165,9 +164,9 @@ def wide_dtype(dtype: str) -> str:
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a program that copies `num_bytes`, a lower bound for a case's time.
+    """Returns a program that copies `num_bytes`. No program of the case is faster.
 
-    It runs on one device, and reads and writes `num_bytes` in total.
+    The copy runs on one device, and reads and writes `num_bytes` in total.
     """
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
@@ -192,9 +191,10 @@ def check_agreement(case: Case) -> None:
     best = next(name for name in (BEST, XLA_QDQ, OWN) if name in results)
     sizes = dataclasses.astuple(case.shape)
     bound = tolerance(wide_dtype(case.dtype), max(sizes))
-    # Values that differ by rounding may be quantized to neighboring FP8 numbers, which
-    # changes one term of a sum. A sum of n terms is about sqrt(n) times as large as a
-    # typical term, and the largest terms are about twice that size, hence the 2.
+    # Values that differ by rounding may be quantized to neighboring FP8 numbers. Then
+    # one term of a sum differs. A sum of n terms is about sqrt(n) times as large as a
+    # typical term. The factor 2 is for the largest terms, which are about twice as
+    # large as a typical term.
     bound += 2 * case.fp8_rounding / min(sizes) ** 0.5
     for name, found in results.items():
         for x, y in zip(found, results[best], strict=True):
@@ -218,7 +218,7 @@ def tolerance(dtype: str, contracting: int) -> float:
 
 
 def _host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns an array in f64, or this process's first shard if it spans processes."""
+    """Converts an array, or the first local shard of a multi-process array, to f64."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_json(parser, "all figures")
     several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
-    # Internal option, the path for results: with --processes, the benchmark passes it
-    # to the processes that it starts.
+    # Internal option with the path for results. With --processes, the benchmark passes
+    # the option to the processes that it starts.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
@@ -71,7 +71,8 @@ def options(given: argparse.Namespace) -> Options:
         chosen["devices"] = given.processes
     found = Options(**chosen)
     unmeasured = _unmeasured(found, in_job)
-    # Without --ops, all ops are meant that have cases with the other options.
+    # An op without a case is an error only if --ops names the op. Without --ops, ops
+    # without a case are skipped.
     named = [] if given.ops is None else unmeasured.values()
     for reason in (*_conflicts(given, found), *named):
         raise UnsupportedOverlapError(f"bench: {reason}")
@@ -110,7 +111,7 @@ def _check_blocks(op, shape, num_ranks):
 
 
 def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
-    """Returns the reasons why options of a command line have no effect.
+    """Returns an error text for each option that has no effect with other options.
 
     `found` has the options with their defaults.
     """
@@ -135,7 +136,7 @@ def _conflicts(given: argparse.Namespace, found: Options) -> list[str]:
     for option, ops in (("shapes", FIXED_SHAPES), ("dtypes", ("barrier",))):
         text = f"--{option} has no effect on {', '.join(found.ops)}. Leave it out."
         # The processes of a job get all options, including defaults that the user has
-        # not given.
+        # not given. There, such an option is no error.
         is_given = given.part is None and getattr(given, option) is not None
         conflicts[text] = is_given and set(found.ops) <= set(ops)
     return [text for text, is_so in conflicts.items() if is_so]

@@ -28,7 +28,8 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
     local operations such as a linear layer and its bias.
     """
     sequences = _overlapped if setup.ranks.num_ranks > 1 else _local
-    # The sequences in jax_ub and in plain `jax.lax` differ only in the method.
+    # `own` and `plain` differ only in the method: None selects jax_ub's default, and
+    # "xla" selects plain `jax.lax`.
     own, plain = (
         sequences(shape, jnp.dtype(setup.dtype), method) for method in (None, "xla")
     )
@@ -79,7 +80,7 @@ def _local(shape, dtype, method) -> dict[str, _Sequence]:
 
 
 def _case(setup, shape, variant, x, y, operations, plain) -> Case:
-    """Returns the benchmark case of a sequence. `plain` has the operations in XLA."""
+    """Returns the benchmark case of a sequence. `plain` are its operations in XLA."""
 
     def spec_of(dims):
         spec = COLUMNS if "N" in dims else ROWS

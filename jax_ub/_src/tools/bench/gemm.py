@@ -13,9 +13,10 @@ from jax_ub._src.tools.devices import COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.programs import Programs, own_gemm
 from jax_ub._src.tools.timing import Candidate
 
-# The variants of each op, named by the layout and by what is added to the GEMM. The
-# public functions `ub.dgrad_add` and `ub.wgrad_accumulate` add the product to their
-# last operand in place.
+# The variants of each op, named by the layout of the GEMM and by the array that is
+# added. In a layout, "t" stands for a transposed operand. The public functions
+# `ub.dgrad_add` and `ub.wgrad_accumulate` add the product to their last operand in
+# place.
 VARIANTS = {
     "gemm": ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"),
     "dgrad_add": ("nt+add",),
@@ -60,7 +61,7 @@ def _case(setup: Setup, shape: Shape, op: str, variant: str) -> Case:
 
 
 def _programs(setup, shape, layout, added, out_dtype):
-    """Returns a `Programs` with operands a and b and, if needed, a bias or an addend.
+    """Returns a builder of programs with operands a, b and perhaps a bias or addend.
 
     The result replaces an addend. Rows are sharded over the ranks. A wgrad sums over
     rows, so the columns of dy are sharded instead.
@@ -92,7 +93,7 @@ def _in_xla(dot, out_dtype):
 
 
 def _in_onednn(setup, layout, added, operands, out):
-    """Returns oneDNN's program, or the reason why there is none."""
+    """Returns oneDNN's GEMM as a program, or the reason why oneDNN cannot run it."""
     gemm = peers.find_onednn(setup.dtype, layout)
     if isinstance(gemm, str):
         return gemm

@@ -36,9 +36,9 @@ Program = Callable[..., Any]
 # column-parallel layer, "MN" the hidden features, "NK" the kernel of the row-parallel
 # layer.
 _SPECS = {"MK": ROWS, "KN": COLUMNS, "MN": COLUMNS, "NK": ROWS}
-# For each GEMM, the dimensions of its operands and its result. The name has the layer
-# and the layout, such as "column_nn" or "row_nt". In the row layer, K and N are
-# swapped.
+# Maps the name of a GEMM to the dimensions of its operands and its result. The name has
+# the layer and the layout, such as "column_nn" or "row_nt". In the row-parallel layer,
+# K and N are swapped.
 _GEMMS = {
     f"{layer}_{layout}": tuple(dims.translate(swap) for dims in arrays)
     for layer, swap in (("column", {}), ("row", str.maketrans("KN", "NK")))
@@ -50,9 +50,8 @@ SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512
 # Size of the arrays in latency cases: a rank has 16 tokens with 16 features.
 _WIDTH = 16
 LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
-# Number of additional calls in a chain of calls, whose time minus that of a single call
-# gives the time of these calls. The time to dispatch a program cancels in the
-# difference.
+# Latency is measured with a chain of 1 + MORE_CALLS calls. The time of a single call is
+# subtracted from the time of the chain, which cancels the time to dispatch a program.
 MORE_CALLS = 100
 
 
@@ -87,7 +86,7 @@ class LinearOp:
     def on(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Programs:
-        """Returns a `Programs` for the op, with random operands on `ranks`.
+        """Returns a builder of the op's programs, with random operands on `ranks`.
 
         With a recipe, the operands are quantized to FP8, except for gradients.
         """
@@ -100,7 +99,7 @@ class LinearOp:
         return Programs(ranks, operands, specs, jax.tree.map(_SPECS.get, self.results))
 
     def on_layers(self, layers: Callable[[], Collectives]) -> Program:
-        """Returns XLA's program, which creates its layers by `layers()` when traced."""
+        """Returns XLA's program. It calls `layers()` for new layers in each trace."""
 
         def program(*operands):
             made = layers()
@@ -132,7 +131,7 @@ class LinearOp:
 def _quantized_operand(
     ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str
 ) -> tuple[Any, Any]:
-    """Quantizes a global array to FP8, and shards it. Returns it with partition specs.
+    """Quantizes a global array to FP8 and shards it; also returns partition specs.
 
     A gradient is returned as it is.
     """
@@ -212,11 +211,13 @@ def _case(op, setup, column, *, quantizes):
         candidates.append(text if isinstance(kernel, str) else kernel[0])
     memory = None
     if not (is_pair or is_job):
-        # The dtype of the gathered x of an AG+GEMM, or of each rank's partial sums.
+        # The buffer that jax_ub avoids holds the gathered x of an all-gather + GEMM, or
+        # each rank's partial sums.
         dtype = jnp.dtype(wide) if is_row else own.operands[0].dtype
         avoided_bytes = column.M * column.K * dtype.itemsize
         memory = _memory(setup, own, timed[-1], avoided_bytes)
-    # With `quantizes`, XLA's programs also quantize gradients, to e5m2.
+    # If `quantizes`, XLA's programs quantize gradients to e5m2, which rounds more than
+    # the e4m3 of operands.
     rounded = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
     quantizes_in_call = recipe is not None and is_pair
     return setup.case(
@@ -231,7 +232,7 @@ def _case(op, setup, column, *, quantizes):
 
 
 def _written(op, dtype, dots, quantizes):
-    """Returns {column of the table: {variant: XLA program}}, the best column last.
+    """Returns {table column: {variant: XLA program}}, with XLA's best column last.
 
     `dots` has XLA's fastest dots by GEMM. `quantizes` is whether the programs also
     quantize gradients.
@@ -257,8 +258,8 @@ def _written(op, dtype, dots, quantizes):
 
 
 def _memory(setup, own, best, avoided_bytes):
-    # The communication buffers of earlier cases are freed first. They would keep the
-    # size of the largest case.
+    # The communication buffers of earlier cases are freed first, because they would
+    # keep the size of the largest case.
     communicators.release_slots()
     own()
     residuals = jax.eval_shape(
@@ -276,7 +277,7 @@ def _memory(setup, own, best, avoided_bytes):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Chain(Candidate):
-    """Times a chain of 1 + MORE_CALLS calls; returns the time of one, without dispatch.
+    """Times a chain of calls, and derives the time of one call without its dispatch.
 
     The time is the difference to the program `once`, which makes one call, divided by
     MORE_CALLS.
@@ -292,7 +293,7 @@ class Chain(Candidate):
 
 
 def latency(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a benchmark case for each op: chained calls with 256 elements per rank.
+    """Returns a benchmark case for each op, which times calls on 256 elements per rank.
 
     The size is fixed, so `shape` is ignored. With one rank, the list is empty.
     """
@@ -381,9 +382,9 @@ def _forward_op(name: str, gemm: str, reductions: tuple[str, ...]) -> LinearOp:
     return LinearOp(
         name,
         operands=_GEMMS[gemm][:2],
-        # The result of GEMM+AR is replicated, with all rows on each rank. It is
-        # declared as sharded by rows, because shard_map would otherwise check that it
-        # is replicated.
+        # The result of GEMM + all-reduce is replicated, with all rows on each rank. It
+        # is declared as sharded by rows, because `jax.shard_map` would otherwise check
+        # that it is replicated.
         results=_GEMMS[gemm][2],
         gemms=(gemm,),
         reductions=reductions,

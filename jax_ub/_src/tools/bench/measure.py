@@ -39,21 +39,21 @@ _NUM_BARRIERS = 500
 
 
 class Barriers(Candidate):
-    """A program whose time is that of one barrier between all processes of a job."""
+    """A candidate that times one barrier between all processes of a job."""
 
     def seconds(self) -> float:
         return self()
 
 
 def barrier(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case that times a barrier of the engine. XLA has none to compare."""
+    """Returns the case that times a barrier of jax_ub's engine, which XLA lacks."""
     (connection,) = communicators.connections()
     seconds = connection.communicator.barrier_seconds
     barriers = Barriers(cases.OWN, seconds, [_NUM_BARRIERS])
     return [setup.case("barrier", Shape(1, 1, 1), [barriers], num_gemms=0)]
 
 
-# The functions that build the cases of each op.
+# Maps each op to the function that builds the benchmark cases of the op.
 OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
     **{name: functools.partial(local, name) for name in VARIANTS},
     **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
@@ -93,17 +93,16 @@ def measure(
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
-            # An untimed round, so that no timed call compiles. A program's first call
-            # compiles it and replaces a donated operand by the result. The result may
-            # be sharded differently from the operand; the second call then compiles
-            # again.
+            # An untimed round precedes the timed ones, because the first two calls of a
+            # program may compile it. The second call compiles if the first one has
+            # replaced a donated operand by a result with another sharding.
             setup.ranks.interleave(candidates, 1)
             rounds = (chosen.rounds, chosen.patience)
             yield evaluate(case, setup.ranks.interleave(candidates, *rounds))
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns a case's programs to time. Each value of --threads adds one of jax_ub's.
+    """Returns a case's programs to time. jax_ub's is timed for each value of --threads.
 
     All programs run with the first value. With another value, such as 16, jax_ub's has
     the name "jax_ub@16". Without --threads, no number of threads is set.
@@ -124,8 +123,8 @@ class Job(ProcessRanks):
     times.
     """
 
-    # With two trials, a program was selected that takes 1.5 times as long (64 rows,
-    # bf16).
+    # Fewer trials are not reliable: with two trials, a program was selected that takes
+    # 1.5 times as long as the fastest one (64 rows, bf16).
     num_trials = 8
 
     @functools.cached_property
@@ -160,7 +159,7 @@ class Job(ProcessRanks):
         return max(self._gather(super()._share(candidates)))
 
     def _gather(self, value: float) -> list[float]:
-        """All-gathers one number of each process, in f64."""
+        """Returns the values of all processes, which are all-gathered in f64."""
         with jax.enable_x64(True):
             return multihost_utils.process_allgather(np.float64(value)).tolist()
 

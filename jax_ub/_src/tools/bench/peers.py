@@ -22,8 +22,9 @@ from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled
 from jax_ub._src.tools.devices import AXIS, ROWS, Ranks
 from jax_ub._src.tools.programs import Programs
 
-# Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
-# a transposed operand: "nn" is fprop, "nt" dgrad, "tn" wgrad.
+# Maps a layout to the dimensions of (left operand, right operand, result). In a layout,
+# "t" stands for a transposed operand: "nn" is used in fprop, "nt" in dgrad, "tn" in
+# wgrad.
 LAYOUTS = {"nn": ("MK", "KN", "MN"), "nt": ("MN", "KN", "MK"), "tn": ("MK", "MN", "KN")}
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
@@ -102,9 +103,9 @@ def fastest_dot(
     return programs.fastest("", functions).variant
 
 
-# Methods of the classes below that run a layer have the name of the corresponding
-# function of jax_ub. `Rings` overlaps a collective with a GEMM; `Collectives` runs one
-# after the other.
+# In the classes below, the methods that run a layer have the names of jax_ub's
+# functions. `Collectives` runs the collective and the GEMM one after the other. `Rings`
+# overlaps them.
 
 
 @dataclasses.dataclass(eq=False)
@@ -165,7 +166,7 @@ class Collectives:
 
 
 class Rings(Collectives):
-    """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
+    """Collective matmuls in XLA: rings of `ppermute`, whose steps overlap with dots."""
 
     def gather(self, x: jax.Array) -> jax.Array:
         return self._gathered_map(x, lambda shard: shard)
@@ -174,7 +175,7 @@ class Rings(Collectives):
         return self._gathered_map(x, lambda shard: self.dots[gemm](shard, w, x.dtype))
 
     def _gathered_map(self, x, function):
-        """Concatenates `function(x)` for each rank's x, while the next x is sent.
+        """Concatenates `function(x)` of all ranks' x, while the next x is being sent.
 
         Shards move to the lower rank. In step s, rank r has shard (r + s) mod P.
         """

@@ -27,10 +27,10 @@ from jax_ub._src.tools.command_line import load_extra
 from jax_ub._src.tools.timing import Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
-# Thresholds above which a benchmark case is reported as disturbed: the share of the CPU
-# that other processes use in a round, and the spread of the case's times. The ratios of
-# such a case are not valid, because the programs of a round run one after another, and
-# each ran under a different load.
+# A benchmark case is reported as disturbed if other processes use more than this share
+# of the CPU in a round, or if the times of the case have more than this spread. The
+# ratios of such a case are not valid, because the programs of a round run one after
+# another, and each ran under a different load.
 _DISTURBED_SHARE, _DISTURBED_SPREAD = 0.1, 0.3
 _DISTURBED = (
     "Disturbed: other processes used the CPU, or the times vary. The ratios of these "
@@ -107,7 +107,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> dict[str, str]:
-    """Returns {column: cell} of a result. Some cells without a value are ""."""
+    """Returns {column: text} for the table row of a result."""
     case, own = result.case, result.own
     precision = ".0f" if result.gflops >= 10 else ".2g"
     in_job, has_operands = case.num_processes > 1, case.op != "barrier"
@@ -129,7 +129,7 @@ def _cells(result: Result) -> dict[str, str]:
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
-    """Returns the text after the table: memory, notes, disturbed cases, fallbacks."""
+    """Returns the text after the table: memory, notes, invalid ratios, fallbacks."""
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
@@ -191,7 +191,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit():
-    """Returns the source tree's git commit, with "-dirty" if files differ, or None."""
+    """Returns the git commit of the sources, with "-dirty" if modified, or None."""
     here = str(pathlib.Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
