@@ -143,9 +143,10 @@ class ScheduleRun {
   // of the transport.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // An event is recorded only for data that other lanes read: sums, and the operands
-    // of an overlapped GEMM. The communication lane copies other operands itself. For
-    // partial sums, Reduce records a single event.
+    // Other lanes (streams) wait for an event before they read the received data. Only
+    // two kinds of data need an event here: sums, and the operands of an overlapped
+    // GEMM. The communication lane itself reads all other data, and Reduce records one
+    // event for all partial sums.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);

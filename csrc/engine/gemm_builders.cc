@@ -48,9 +48,9 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return addend;
 }
 
-// Returns operand `index` of all ranks, a bias vector, as an addend with the segments
-// of AddendOf. Each segment is the vector of a rank with row stride 0, so that the GEMM
-// adds the vector to every row.
+// Returns the bias vectors of all ranks, which are operand `index` of the calls, as an
+// addend of the GEMM. The addend has one segment per rank and part, like the result of
+// AddendOf. Its row stride is 0, so that the GEMM adds the vector to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {

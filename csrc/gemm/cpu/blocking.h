@@ -52,9 +52,10 @@ class BlockingCache {
   int64_t num_chosen() const { return num_chosen_.load(); }
 
  private:
-  // The key of a blocking, with everything on which the blocking depends: M, N, whether
-  // segments along K have their own factors, the dtype of B, whether B is contiguous
-  // along K, the kernels, the number of workers, and the bounds along K of A and of B.
+  // A key has everything on which a blocking depends. In order: M, N, whether the product
+  // of each segment along K has its own scale factor, the dtype of B, whether B is
+  // contiguous along K, the kernels, the number of workers, and the positions along K
+  // where the segments of A and of B end.
   using Key = std::tuple<int64_t,
                          int64_t,
                          bool,

@@ -63,9 +63,9 @@ class OperandReader {
   // is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // Sets `panel.source` to the block `outer` x `k`, for a tile kernel that packs it while
-  // it multiplies. Does nothing unless the block is within one segment and contiguous
-  // along the outer dimension.
+  // Sets `panel.source` to the block `outer` x `k` of the operand, so that the tile
+  // kernel packs the block while it multiplies. Does nothing unless the block is within
+  // one segment of the operand and contiguous along the outer dimension.
   void FindSource(Range outer, Range k, BPanel& panel) const;
 
   // Returns a cursor that prefetches the block `outer` x `k`, which will be packed

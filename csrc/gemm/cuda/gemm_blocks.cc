@@ -132,8 +132,9 @@ class Grid {
   }
 
  private:
-  // Adds the table of a view. spot_of(i, j) returns the block of interval i of the first
-  // dimension and interval j of the second one.
+  // Adds a table with the addresses of an array's blocks. The cuts divide its dimensions
+  // into intervals. spot_of(i, j) returns the address and strides of the block of
+  // interval i of the first dimension and interval j of the second one.
   template <typename SpotOf>
   void AddTable(Content content,
                 Axis first,

@@ -80,9 +80,9 @@ struct ProcessControlBlock {
   alignas(64) std::atomic<uint64_t> num_posted{0};
   CallLogEntry call_log[kCallLogSize] = {};
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
-  // If the ranks of this process have submitted other calls instead of call n of the
-  // log, `submitted` describes these calls, and `num_unmatched` is n + 1. `submitted`
-  // is written once for each n.
+  // These fields report that this process makes other calls than the leader: entry n of
+  // the leader's call log is a call that this process has not submitted. `submitted`
+  // describes the calls that it has submitted, and `num_unmatched` is n + 1.
   alignas(64) std::atomic<uint64_t> num_unmatched{0};
   SharedText submitted;
 };

@@ -87,11 +87,11 @@ struct PeerWords {
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The flags in peers' memory that a kernel sets. Their new value identifies this call
-// by the tag of the call site and by an epoch, which is the epoch in *epoch plus 1.
+// The flags in peers' memory that a kernel sets. The new value of the flags identifies
+// this call: it has the tag of the call site and the number *epoch + 1.
 //
-// A rank that has failed writes its word `failed` to `poison` instead, so that no peer
-// uses data that has not arrived.
+// A rank that has failed does not set the flags, because its data has not arrived. It
+// copies its word `failed` to the peers' words `poison`.
 struct FlagTargets {
   uint32_t num_targets;
   FlagTarget targets[kMaxRanks];  // the first num_targets are used

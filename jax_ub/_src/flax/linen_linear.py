@@ -279,9 +279,9 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # jax.tree.leaves takes the array out of its metadata. nn.meta.unbox would also
-        # shard it, but the kernel's sharding is for `shape`, and the array still has
-        # the shape `flat`.
+        # jax.tree.leaves returns the array without its metadata. nn.meta.unbox would
+        # also apply the sharding in the metadata, which is for an array of the shape
+        # `shape`. The array has the shape `flat` until it is reshaped below.
         leaves = jax.tree.leaves(values)
         checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
         # jax.tree.map reshapes the array inside an nn.Partitioned, so its metadata is

@@ -38,7 +38,7 @@ from jax_ub._src.rules.operands import pcast_operands
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
-    """Returns the first operations of `ops` that one overlapped call can run.
+    """Returns the longest start of the list `ops` that one overlapped call can run.
 
     The result is () if no overlapped call matches. The second result is then the
     reason, if the first operation is a linear.

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from jax_ub._src.errors import UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions
 
-# Shares of a datasheet's peaks, measured on one H200 and assumed for all GPUs: TFLOP/s
-# of a dense bf16 GEMM of 8192^3 on random data (power-limited), and TB/s of a copy,
-# counting reads and writes.
-_GEMM_SHARE = 788 / 989.4
-_MEMORY_SHARE = 4.3 / 4.8
+# Shares of the datasheet's peak rates that were measured on one H200. The model assumes
+# them for all GPUs.
+_GEMM_SHARE = 788 / 989.4  # TFLOP/s of a bf16 GEMM of 8192^3, at the power limit
+_MEMORY_SHARE = 4.3 / 4.8  # TB/s of a copy, counting reads and writes
 # The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
 # f16, and f32, which runs as TF32.
 _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}

@@ -106,7 +106,7 @@ class Workload:
 
     @property
     def one_shot_bytes(self) -> int:
-        """Returns the bytes that a rank sends if every peer gets all its rows."""
+        """Returns the bytes of a rank that sends all its rows to every peer."""
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     def moved_bytes(self, itemsize: int) -> float:

@@ -301,7 +301,7 @@ class _Layer:
         setattr(self.node, self.attribute, value)
 
     def restore(self) -> None:
-        """Restores the layer's original product function if it was overlapped."""
+        """Undoes `overlap`: the layer multiplies by its original function again."""
         if _is_overlapped(self.product) and self.default is not None:
             function = self.original or self.default.function
             setattr(self.node, self.attribute, nnx.static(function))

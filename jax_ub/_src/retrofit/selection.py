@@ -97,9 +97,9 @@ def _code_of(function: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A JAX function such as `jax.lax.dot_general`, as found when jax_ub was imported.
+    """A JAX function such as `jax.lax.dot_general`, recorded when jax_ub is imported.
 
-    A later comparison detects that a library has replaced the function.
+    A later comparison detects that another library has replaced the function.
 
     Attributes:
         module: the module or class that has the function as attribute.

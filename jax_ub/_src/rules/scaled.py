@@ -73,10 +73,9 @@ def _with_scalar_scales(
             return operand
         return with_scale_of_shape(operand, (1,) * operand.ndim if differs else ())
 
-    # An operand that the caller quantized may have a different scale on each rank. With
-    # `check_vma=True`, the type of the scale says whether it differs. Otherwise
-    # `is_assumed` is returned. It is True for scales with the shape of per-row scales,
-    # and for column-parallel kernels, whose scales need not agree.
+    # Returns whether the scale of an FP8 operand differs between ranks. With
+    # `check_vma=True`, the type of the scale shows it. Without these types, the result
+    # is the assumption `is_assumed`.
     def differs(operand, is_assumed):
         if config.is_vma_checked:
             return bool(config.varying(operand.scales))

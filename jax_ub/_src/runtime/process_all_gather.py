@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
 
-# The longest pause between two polls, in seconds. With more than 50 other processes, it
-# is _PAUSE_S_PER_PROCESS for each of them instead, because all processes poll the same
-# service. The first pause is _PAUSE_S_PER_PROCESS.
+# The pause between two polls, in seconds, grows from _PAUSE_S_PER_PROCESS to
+# _LONGEST_PAUSE_S, or to n * _PAUSE_S_PER_PROCESS if that is longer. Here n is the
+# number of other processes, which all poll the same service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
 # Seconds for which a process that has failed or was interrupted waits for late

@@ -309,7 +309,7 @@ class ShardingLayout(PickledMeshes):
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders items for a stored kernel's dimensions to the order [in, out]."""
+        """Reorders `dims`, one item per kernel dimension, from stored to [in, out]."""
         if len(dims) != len(IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]

@@ -28,8 +28,8 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Name of the program with which multi-process cases are compared. It runs the same op
-# on as many devices of one process. Its speed is an upper bound.
+# Name of the program with which calls of several processes are compared. One process
+# runs the same op on the same number of devices. Its speed is an upper bound.
 IN_PROCESS = "in_process"
 # Names of the programs with which FP8 calls are compared. `BF16` is jax_ub's call of
 # the same shape in bf16. `XLA_F8` has XLA's dots of FP8 values. `XLA_QDQ` has XLA's

@@ -86,7 +86,7 @@ class LinearOp:
     def on(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Programs:
-        """Returns a builder of the op's programs, with random operands on `ranks`.
+        """Draws random operands on `ranks`, and returns programs that call the op.
 
         With a recipe, the operands are quantized to FP8, except for gradients.
         """

@@ -150,7 +150,7 @@ class Relay:
         return bool(found)
 
     def close(self) -> None:
-        """Copies the rest of the output, and completes an unfinished last line."""
+        """Copies the remaining output. Adds a newline if the last line has none."""
         ready = select.poll()  # not select(), which takes no descriptor above 1023
         ready.register(self.source, select.POLLIN)
         while ready.poll(0) and self.read():
