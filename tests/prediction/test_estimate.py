@@ -14,7 +14,7 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src import methods
-from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.estimate import OPS
@@ -93,6 +93,16 @@ def test_all_reduces_of_few_tokens_are_one_shot_on_a_gpu(op):
     assert found(47, "ring_exchange").variant == "plain"
     assert found(47, "xla").seconds == found(47, "xla").plain_s
     assert found(47, hardware="cpu").variant == "plain"
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"matmul_all_reduce", "all_reduce"}))
+def test_other_ops_have_no_one_shot_variant(op):
+    def found(variant):
+        options = KernelOptions(variant=variant)
+        choice = MethodChoice(Method.RING_EXCHANGE, kernel_options=options)
+        return simulate.estimate(op, choice, **SIZES, hardware="h100")
+
+    assert found(Variant.ONE_SHOT) == found(Variant.PLAIN)
 
 
 def test_xla_is_the_gemm_followed_by_the_collective():

@@ -235,6 +235,9 @@ def estimate_on_gpus(
 
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options with which the machine's engine runs a call."""
+    is_all_reduce, options = work.op.endswith("all_reduce"), choice.kernel_options
+    if options.variant is Variant.ONE_SHOT and not is_all_reduce:  # it has no effect
+        options = dataclasses.replace(options, variant=Variant.PLAIN)
     # The CUDA engine cannot read the peers' memory in place, so "direct" is "auto".
     method, is_auto = choice.method, choice.method in (Method.AUTO, Method.DIRECT)
     if machine.is_host:
@@ -245,9 +248,7 @@ def _as_run(work, choice, machine) -> MethodChoice:
         method = Method.XLA  # nothing to overlap: the call is lowered as a GEMM of XLA
     elif is_auto:
         method = methods.auto_on_gpus(gathers=work.gathers)
-        is_small = work.one_shot_bytes <= ONE_SHOT_BYTES
-        if work.op.endswith("all_reduce") and is_small:
+        if is_all_reduce and work.one_shot_bytes <= ONE_SHOT_BYTES:
             options = KernelOptions(variant=Variant.ONE_SHOT)
-            choice = dataclasses.replace(choice, kernel_options=options)
     method = method.forward if work.op in PRODUCTS else method
-    return dataclasses.replace(choice, method=method)
+    return dataclasses.replace(choice, method=method, kernel_options=options)
