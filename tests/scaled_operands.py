@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from covering import nightly
 from flax.linen.fp8_ops import fp32_max_grad
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal
@@ -21,6 +22,8 @@ DEFAULT_RECIPES = {
     "block": FP8.MXFP8BlockScaling(),
     "row": FP8.RowwiseScaling(),
 }
+# For tests of layers that pass recipes on: one with a state, one with several scales.
+PASSED_ON = ["delayed", "block", *nightly("current", "row")]
 # Recipes whose scales are powers of two for the operands below.
 RECIPES = {
     **DEFAULT_RECIPES,

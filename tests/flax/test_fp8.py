@@ -49,6 +49,8 @@ LAYERS = {
     "attention": lambda **o: MultiHeadAttention(4, 64, **o),
     "transformer": lambda **o: TransformerLayer(64, 128, 4, **o),
 }
+# A transformer layer has an MLP and attention.
+SAMPLE = ["column", "row", "transformer", *nightly("mlp", "attention")]
 X = normal(0, (2, 32, 64))
 
 
@@ -84,7 +86,7 @@ def relative_error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-@covering(name=LAYERS, recipe=RECIPES)
+@covering(name=["head", *SAMPLE], recipe=RECIPES)
 def test_every_layer_is_close_to_f32(name, recipe):
     mesh = tp_mesh(2)
     with jax.set_mesh(mesh):
@@ -161,7 +163,10 @@ def pair(**options):
     return random_model(lambda: Pair(**options))
 
 
-@covering(recipe=RECIPES, layout=[(2, "float32"), (4, "float32"), (4, "bfloat16")])
+@covering(
+    recipe=["block", *nightly("current", "delayed", "row")],
+    layout=[(4, "float32"), *nightly((2, "float32"), (4, "bfloat16"))],
+)
 def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
     """With four shards, a shard has half a block of MXFP8 along K."""
     num_shards, dtype = layout
@@ -178,7 +183,7 @@ def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, layout):
     jax.tree.map(assert_equal, found[2], wanted[2])  # states
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["block", *nightly("current", "delayed", "row")])
 def test_fsdp_sends_and_saves_one_byte_per_element(recipe):
     """In a scan over layers, the forward pass saves shards, not whole kernels."""
     with jax.set_mesh(dp_tp_mesh(2, 2)):
@@ -202,7 +207,7 @@ def test_fsdp_sends_and_saves_one_byte_per_element(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["row", *nightly("current", "block")])
-@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("library", ["nnx", *nightly("linen")])
 def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, recipe):
     options = {"fp8": RECIPES[recipe], "use_bias": False, "fsdp_axes": "dp"}
     with jax.set_mesh(dp_tp_mesh(2, 2)):
@@ -234,7 +239,7 @@ def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, rec
     assert relative_error(found[1], wanted[1]) < 1e-5
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("row", "current", "block")])
 def test_linen_layers_and_their_state(recipe):
     x = X
     options = {"fp8": RECIPES[recipe]}
@@ -294,7 +299,7 @@ def given_kernels(recipe, params, states):
 KERNEL_STATE = ("kernel_scale", "kernel_amax_history")
 
 
-@covering(name=LAYERS, recipe=["current", "delayed"])
+@covering(name=[*SAMPLE, *nightly("head")], recipe=["current", "delayed"])
 def test_layers_take_kernels_that_are_quantized_already(name, recipe):
     """Results, gradients and states are those of layers that quantize their kernels.
 
@@ -346,7 +351,7 @@ def test_shards_of_a_given_kernel_must_have_one_scale(parallel):
     assert relative_error(jax.jit(forward(("dp", "tp")))(params, x), wanted) < 0.045
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("library", ["linen", *nightly("nnx")])
 def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
     recipe = RECIPES["current"]
     with jax.set_mesh(tp_mesh(2)):
@@ -390,7 +395,7 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
     assert not re.findall(r"= f8e4m3fn\[64,64\]\S* (convert|fusion)\(", loop)
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", ["Explicit", *nightly("Auto")])
 def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type):
     recipe, axis_types = RECIPES["current"], (getattr(AxisType, axis_type),) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axis_types)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from covering import nightly
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -89,7 +90,7 @@ def test_a_layer_that_does_not_run_keeps_its_state(skipped):
         jax.tree.map(assert_equal, new["down"], states["down"])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, *nightly(lambda f: f)])
 def test_a_scan_over_layers_updates_each_state(wrap):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import nightly
+from covering import covering, nightly
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of, random_layer, random_variables
 from operands import normal
@@ -39,8 +39,7 @@ def of_state(model):
     return lambda state, x: nnx.merge(graph, state)(x), state
 
 
-@pytest.mark.parametrize("parallel", ["column", "row", None])
-@pytest.mark.parametrize("sizes", ["batch, 8, 16", "batch, tokens, 16"])
+@covering(parallel=["column", "row", None], sizes=["batch, 8, 16", "batch, tokens, 16"])
 def test_a_layer_is_exported_for_any_size(parallel, sizes):
     x, flax = normal(0, (4, 8, 16)), random_layer(nnx.Linear, 16, 32)
     with jax.set_mesh(mesh_of(2, 2)):
@@ -82,7 +81,7 @@ def test_gradients_and_states_of_kernels_that_share_a_scale_are_exported(
 
 
 @pytest.mark.parametrize("parallel", ["column", *nightly("row")])
-@pytest.mark.parametrize("recipe", ["block", "row"])
+@pytest.mark.parametrize("recipe", ["block", *nightly("row")])
 def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe):
     x = normal(0, (4, 8, 64))
     options = {"parallel": parallel, "fp8": RECIPES[recipe]}

@@ -193,17 +193,17 @@ def test_the_largest_value_of_a_row_counts_as_at_least_1e_12():
     np.testing.assert_array_equal(found.dequantize("float32")[1], [0, -least])
 
 
-@pytest.mark.parametrize(
-    ("shape", "role"),
-    [
+@covering(
+    case=[
         ((1, 32), "input"),
         ((5, 96), "input"),
         ((2, 3, 64), "output_grad"),
         ((64, 7), "kernel"),
     ],
+    form=[FP8.Format.E4M3, FP8.Format.HYBRID],
 )
-@pytest.mark.parametrize("form", [FP8.Format.E4M3, FP8.Format.HYBRID])
-def test_block_scaling(shape, role, form):
+def test_block_scaling(case, form):
+    shape, role = case
     axis = -2 if role == "kernel" else -1
     x = normal(shape) * jnp.exp2(jnp.round(normal(shape, seed=1) * 4))
     recipe = FP8.MXFP8BlockScaling(fp8_format=form)

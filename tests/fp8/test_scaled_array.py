@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from fp8_formulas import E8M0
 from jax.sharding import PartitionSpec as P
 from refusals import zeros
@@ -199,8 +200,7 @@ def random_values(rng, shape, dtype):
     return np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("axis", [0, 1])
+@covering(axis=[0, 1], dtype=[E4M3, E5M2])
 def test_blocks_are_converted_to_blocks_along_the_other_axis(dtype, axis):
     rng = np.random.default_rng(axis)
     values = random_values(rng, (64, 96), dtype)
@@ -218,8 +218,7 @@ def test_blocks_are_converted_to_blocks_along_the_other_axis(dtype, axis):
     assert not scaled_array.changes_along(found_scales, values.shape, axis)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("axis", [0, 1])
+@covering(axis=[0, 1], dtype=[E4M3, E5M2])
 def test_rows_are_converted_to_columns_and_columns_to_rows(dtype, axis):
     rng = np.random.default_rng(axis)
     values = random_values(rng, (48, 80), dtype)

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from cuda_programs import (
     attribute,
     called,
@@ -164,16 +165,16 @@ def test_scales_of_blocks_are_refused_before_and_after_blackwell(
     refused(f"{match}this is {capability[0]}.0", MXFP8)
 
 
-@pytest.mark.parametrize("parallel", SPECS)
-@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external"])
-@pytest.mark.parametrize(
-    ("recipe", "capability"),
-    [(MXFP8, (10, 0)), (ROWWISE, (9, 0))],
-    ids=["blocks", "rows"],
+@covering(
+    2,
+    parallel=SPECS,
+    method=["ring_exchange", "pipeline", "external"],
+    recipe=[MXFP8, ROWWISE],
 )
 def test_all_passes_multiply_scales_of_rows_and_blocks(
-    rules, monkeypatch, parallel, method, recipe, capability
+    rules, monkeypatch, parallel, method, recipe
 ):
+    capability = (10, 0) if recipe is MXFP8 else (9, 0)
     lower_for(monkeypatch, *capability)
     step = trained(parallel, fp8=recipe, method=method)
     text = cuda_text(step, *operands(outputs=64))

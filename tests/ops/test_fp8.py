@@ -12,7 +12,7 @@ from operands import assert_equal, normal
 from ops_on_ranks import TOKENS, random_params
 from programs import calls, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
-from scaled_operands import DELAYED, with_maximum_as_sum
+from scaled_operands import DELAYED, PASSED_ON, with_maximum_as_sum
 
 import jax_ub as ub
 from jax_ub import ops
@@ -88,7 +88,7 @@ def assert_close(found, wanted):
         assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
 
 
-@covering(recipe=RECIPES, fused=[True, False])
+@covering(recipe=PASSED_ON, fused=[True, False])
 def test_linears_equal_the_functions(recipe, fused):
     recipe = RECIPES[recipe]
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
@@ -106,7 +106,7 @@ def test_linears_equal_the_functions(recipe, fused):
         assert not {"matmul", "all_gather", "reduce_scatter"} & set(found)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused", [True, *nightly(False)])
 def test_the_gradient_of_a_state_is_its_new_value(fused):
     seq = pair(DELAYED, fused)
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
@@ -155,7 +155,7 @@ def state_of(params):
     return {name: value for name, value in params.items() if name != "kernel"}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("row", "current", "block")])
 def test_all_fusions(recipe):
     """FP8 linears are fused with residuals, biases, scales and activations."""
     recipe = RECIPES[recipe]
@@ -274,7 +274,7 @@ def given_kernels(params, recipe, axis_name="tp"):
     return tuple(map(of_one, params))
 
 
-@covering(recipe=RECIPES, fused=[True, False], quantizes_x=[True, False])
+@covering(recipe=PASSED_ON, fused=[True, False], quantizes_x=[True, False])
 def test_kernels_may_be_quantized_already(recipe, fused, quantizes_x):
     """Results, gradients and states are those of operations that quantize kernels."""
     recipe = RECIPES[recipe]
@@ -301,7 +301,7 @@ def casts_of_kernels(function, *operands):
 
 
 @pytest.mark.filterwarnings("ignore:.* not of the FP8 state")  # it is a constant here
-@pytest.mark.parametrize(("recipe", "fused"), [("current", True), ("delayed", False)])
+@covering(recipe=["delayed", *nightly("current")], fused=[False, *nightly(True)])
 def test_a_step_quantizes_kernels_once_for_all_microbatches(recipe, fused):
     recipe = RECIPES[recipe]
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
@@ -366,7 +366,7 @@ def test_main_grads_of_quantized_kernels_accumulate():
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
 def test_the_gradient_of_a_quantized_kernel_has_the_dtype_of_its_source(dtype):
     seq = ops.Sequential(ops.Linear(64, 32, fp8=RECIPES["current"]))
     (params,) = random_params(seq)

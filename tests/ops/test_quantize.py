@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering
+from covering import covering, nightly
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS, random_params
 from programs import call_lines, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
-from scaled_operands import DELAYED
+from scaled_operands import DELAYED, PASSED_ON
 
 import jax_ub as ub
 from jax_ub import ops
@@ -60,7 +60,10 @@ def num_casts(step, *operands):
     )
 
 
-@covering(recipe=RECIPES, fused=[True, False])
+@covering(
+    recipe=["delayed", *nightly("current", "block", "row")],
+    fused=[True, *nightly(False)],
+)
 def test_linears_use_quantized_tensors_without_a_second_cast(recipe, fused):
     """Results, gradients and states are those of the linears alone."""
     names = ("fc1", "fc2") if fused else (None, None)
@@ -96,7 +99,7 @@ def test_another_recipe_than_that_of_the_linear():
     assert jnp.linalg.norm(dx - wide) < 0.1 * jnp.linalg.norm(wide)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [2, *nightly(1)])
 def test_the_recipes_of_x_and_of_the_linear_may_have_other_kinds_of_scales(num_ranks):
     """The kernel's gradient multiplies scales of rows by scales of blocks."""
     blocks, errors = RECIPES["block"], []
@@ -136,7 +139,7 @@ def all_gather_line(function, *operands):
     return line
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PASSED_ON)
 def test_an_all_gather_sends_one_byte_per_element(recipe):
     recipe = RECIPES[recipe]
     layer = linear(None, 64, 32, recipe, use_bias=False)

@@ -27,6 +27,7 @@ from scaled_operands import (
     LOCAL,
     METHODS,
     MODES,
+    PASSED_ON,
     RECIPES,
     ROW,
     ROWS,
@@ -76,7 +77,7 @@ def layer(mode, recipe, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.* not of the FP8 state")  # it is a constant here
-@covering(2, mode=MODES, recipe=RECIPES, check_vma=[True, False])
+@covering(2, mode=MODES, recipe=PASSED_ON, check_vma=[True, False])
 def test_values_and_gradients_are_exact(mode, recipe, check_vma):
     function = on_tp(mode, layer(mode, RECIPES[recipe]), check_vma=check_vma)
     values = operands(num_features=FEATURES[recipe])
@@ -106,8 +107,7 @@ def test_all_passes_multiply_fp8_by_every_method(mode, recipe, method):
         assert all("f8e4m3fn[" in line for line in lines)
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "row"])
-@pytest.mark.parametrize("method", ["bulk", "ring_exchange"])
+@covering(method=["bulk", "ring_exchange"], recipe=["current", "block", "row"])
 def test_gradients_by_a_configured_method(method, recipe):
     mesh = tp_mesh(2)
     names = {"qkv_dgrad": {"method": method}}
@@ -283,8 +283,7 @@ def test_errors_of_the_documentation(recipe, of_gradients):
         assert abs(error - documented) < 0.002
 
 
-@pytest.mark.parametrize("policy", ["names", "everything"])
-@pytest.mark.parametrize("recipe", ["current", "block"])
+@covering(recipe=["current", "block"], policy=["names", "everything"])
 def test_a_policy_that_saves_fp8_residuals_changes_no_value(recipe, policy):
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
     policies = jax.checkpoint_policies
@@ -303,7 +302,7 @@ def test_a_policy_that_saves_fp8_residuals_changes_no_value(recipe, policy):
     jax.tree.map(assert_equal, found, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("row", "current", "block")])
 def test_several_kernels_and_a_residual(recipe):
     options = {"axis_name": "tp", "fp8": RECIPES[recipe]}
 
@@ -333,7 +332,7 @@ def test_several_kernels_and_a_residual(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.*but not of the FP8 state")
-@pytest.mark.parametrize("recipe", ["current", "block", *nightly("delayed", "row")])
+@pytest.mark.parametrize("recipe", ["block", *nightly("current", "delayed", "row")])
 def test_gradients_of_several_kernels_are_exact(recipe):
     def layer(x, w1, w2):
         state = FP8.init_state(RECIPES[recipe]) or None

@@ -84,8 +84,7 @@ def test_the_gradient_of_x_has_the_scale_of_each_rank(method, is_layer_quantized
     assert_gradient(dx, w, dy, is_layer_quantized)
 
 
-@pytest.mark.parametrize("mode", [COLUMN, REPLICATED])
-@pytest.mark.parametrize("check_vma", [True, False])
+@covering(mode=[COLUMN, REPLICATED], check_vma=[True, False])
 def test_kernels_with_different_scales_stay_fp8(mode, check_vma):
     (x_spec, *_), _ = SPECS[mode]
     call = layer(mode, False)

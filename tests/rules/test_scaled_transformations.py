@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering
+from covering import covering, nightly
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal
@@ -15,6 +15,7 @@ from scaled_operands import (
     COLUMN,
     COLUMNS,
     LOCAL,
+    PASSED_ON,
     RECIPES,
     ROW,
     ROWS,
@@ -52,7 +53,10 @@ def kernels(num_layers=2):
     )
 
 
-@covering(recipe=RECIPES, wrap=[lambda f: f, jax.checkpoint])
+@covering(
+    recipe=["block", *nightly("current", "delayed", "row")],
+    wrap=[jax.checkpoint, *nightly(lambda f: f)],
+)
 def test_a_scan_over_layers(recipe, wrap):
     def model(x, w1, w2):
         def layer(x, ws):
@@ -76,10 +80,7 @@ def test_a_scan_over_layers(recipe, wrap):
     jax.tree.map(assert_equal, found[1], expected[1])
 
 
-@pytest.mark.parametrize(
-    ("mode", "recipe"),
-    [(COLUMN, "current"), (COLUMN, "row"), (ROW, "block"), (LOCAL, "row")],
-)
+@covering(mode=MODES, recipe=["current", "block", "row"])
 def test_vmap(mode, recipe):
     x, w, b = operands("float32")
     xs = jnp.stack([x, integers(3, x.shape, "float32")])
@@ -148,7 +149,7 @@ def with_given_kernel(mode, recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.* not of the FP8 state")  # it is a constant here
-@covering(mode=MODES, recipe=RECIPES)
+@covering(mode=MODES, recipe=PASSED_ON)
 def test_a_recipe_leaves_kernels_that_are_fp8_already(mode, recipe):
     recipe = RECIPES[recipe]
     state = ub.fp8.init_state(recipe) or None
@@ -199,7 +200,7 @@ def test_a_step_quantizes_kernels_once_and_activations_in_each_microbatch():
     assert (scale_calls(body), scale_calls(text)) == (2, 3)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [COLUMN, *nightly(ROW, LOCAL)])
 def test_residuals_have_one_byte_per_element(mode):
     x, w, b = operands()
     layer = on_tp(mode, linear(mode, RECIPES["row"]), 2)
@@ -223,7 +224,7 @@ def test_residuals_have_checkpoint_names(name):
     assert not [dtype for dtype in dtypes if dtype.startswith("float8")]
 
 
-@pytest.mark.parametrize("mode", [COLUMN, ROW])
+@pytest.mark.parametrize("mode", [COLUMN, *nightly(ROW)])
 def test_the_gradient_of_a_state_is_its_new_value(mode):
     recipe = RECIPES["delayed"]
     x, w, b = operands("float32")

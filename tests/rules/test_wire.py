@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from layouts import whole
 from operands import assert_equal, normal
@@ -88,8 +89,7 @@ METHODS = {"AG": [None, "ring_exchange", "pipeline", "direct", "external", "xla"
 METHODS["RS"] = [None, "ring_exchange", "pipeline", "xla"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("method", METHODS["AG"])
+@covering(method=METHODS["AG"], num_ranks=[2, 4])
 def test_a_column_layer_gathers_fp8(method, num_ranks):
     """The forward pass multiplies rounded rows; the dgrad gathers x for the wgrad."""
     initialize(num_ranks, qkv_fprop={**WIRE, "method": method}, qkv_dgrad=WIRE)
@@ -98,8 +98,7 @@ def test_a_column_layer_gathers_fp8(method, num_ranks):
     assert_close(found, (product(x, W), product(DY, W.T), product(x.T, DY)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("method", METHODS["RS"])
+@covering(method=METHODS["RS"], num_ranks=[2, 4])
 def test_a_column_layer_scatters_fp8(method, num_ranks):
     """A dgrad that is not bulk sends partial sums and x as FP8."""
     initialize(num_ranks, qkv_dgrad={**WIRE, "method": method})
@@ -109,8 +108,7 @@ def test_a_column_layer_scatters_fp8(method, num_ranks):
     assert_close(found, (product(X, W), dx, product(rounded(X).T, DY)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("method", METHODS["RS"])
+@covering(method=METHODS["RS"], num_ranks=[2, 4])
 def test_a_row_layer_scatters_fp8(method, num_ranks):
     cfg = {**WIRE, "method": method}
     initialize(num_ranks, proj_fprop=cfg)
@@ -130,7 +128,7 @@ def test_a_row_layer_gathers_fp8_gradients(method):
     assert_close(found, (product(X, W), product(dy, W.T), product(X.T, dy)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float16")])
 def test_other_dtypes(dtype):
     initialize(2, qkv_fprop=WIRE, qkv_dgrad=WIRE, proj_fprop=WIRE, proj_dgrad=WIRE)
     x, w, dy = (a.astype(dtype) for a in (X, W, DY))
@@ -173,7 +171,7 @@ def test_the_largest_partial_sums_stay_finite():
     assert_equal(gradients_of(ROW, 2)(x, w, DY)[0], expected)
 
 
-@pytest.mark.parametrize("mode", [COLUMN, ROW])
+@pytest.mark.parametrize("mode", [ROW, *nightly(COLUMN)])
 def test_small_numbers_have_the_same_relative_error(mode):
     initialize(2, qkv_fprop=WIRE, qkv_dgrad=WIRE, proj_fprop=WIRE, proj_dgrad=WIRE)
     step, small = gradients_of(mode, 2), 2.0**-80
@@ -238,7 +236,7 @@ def test_one_byte_per_element_travels():
 
 
 @pytest.mark.filterwarnings("ignore:.*but not of the FP8 state")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("current", "block", "row")])
 def test_fp8_buf_sends_partial_sums_as_fp8(recipe):
     recipe = RECIPES[recipe]
     results, mesh = [], tp_mesh(2)
