@@ -13,10 +13,6 @@ import jax_ub as ub
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.call import Execution
 
-# All numbers of ranks in one dtype, and the other dtypes with few ranks: only the GEMM
-# and the reduction depend on the dtype, and they do not depend on the number of ranks.
-CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat16"))
-
 _TARGET = re.compile(r'custom_call_target="jax_ub\$(\w+)"')
 _SCALE_SCOPE = "all_reduce_max"
 

@@ -1,8 +1,7 @@
-import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, normal
+from operands import DTYPES, RANK_COUNTS, assert_equal, normal
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -25,7 +24,7 @@ def run(num_ranks, method):
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, None, "tp"))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_every_rank_has_all_rows(num_ranks, dtype):
     x = normal(0, (2, 3 * num_ranks, 7), dtype)
     expected = run(num_ranks, Method.XLA)(x)

@@ -2,10 +2,17 @@ import functools
 
 import jax
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from operands import (
+    DTYPES,
+    RANK_COUNTS,
+    assert_close,
+    assert_equal,
+    normal,
+    small_integers,
+)
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -54,7 +61,7 @@ def operands(make, num_ranks, dtype):
     return x, ws, tuple(w.T for w in ws), biases
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     function = with_methods(functools.partial(two_ways, num_ranks=num_ranks), METHODS)
     specs = (ROWS, COLUMNS, P("tp"), P("tp"))
@@ -105,7 +112,7 @@ def with_residuals(num_ranks, dtype):
     return x, ws, biases, tuple(small_integers(5, (*rows, w.shape[1])) for w in ws)
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_scaled_product_is_added_to_its_residual(num_ranks, dtype):
     function = functools.partial(scaled_and_added, num_ranks=num_ranks)
     specs = (ROWS, COLUMNS, P("tp"), FEATURES)

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, small_integers
+from operands import DTYPES, RANK_COUNTS, assert_equal, small_integers
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -39,7 +39,7 @@ def sums_with_addends(x, bias, residual, *, num_ranks, method):
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     xs = [small_integers(0, (num_ranks, *shape), dtype) for shape in SHAPES]
     function = functools.partial(sums, num_ranks=num_ranks)
@@ -49,7 +49,7 @@ def test_is_exact_on_small_integers(num_ranks, dtype):
     assert_equal(actual["direct"], expected)
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_with_addends(num_ranks, dtype):
     function = functools.partial(sums_with_addends, num_ranks=num_ranks)
     function = with_methods(function, METHODS)

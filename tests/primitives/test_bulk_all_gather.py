@@ -1,8 +1,7 @@
-import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, small_integers
+from operands import DTYPES, RANK_COUNTS, assert_equal, small_integers
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -35,7 +34,7 @@ def operands(num_ranks, dtype):
     return dys, ws, small_integers(9, (2, 3 * num_ranks, 6), dtype)
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     values = operands(num_ranks, dtype)
     expected = run(num_ranks, Method.XLA)(*values)

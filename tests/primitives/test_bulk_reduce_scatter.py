@@ -1,8 +1,7 @@
-import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, small_integers
+from operands import DTYPES, RANK_COUNTS, assert_equal, small_integers
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -42,7 +41,7 @@ def operands(num_ranks, dtype):
     return x, dys, main_grads, small_integers(9, (2, 3 * num_ranks, 6 * num_ranks))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     x, dys, sums, partial = operands(num_ranks, dtype)
     for main_grads, dw_dtype in ((None, dtype), (sums, "float32")):

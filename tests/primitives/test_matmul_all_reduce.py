@@ -1,7 +1,7 @@
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES
-from programs import CASES
+from operands import DTYPES, RANK_COUNTS
 from summed_products import (
     METHODS,
     assert_close_and_repeatable,
@@ -12,7 +12,7 @@ from summed_products import (
 from jax_ub._src.primitives.matmuls import matmul_all_reduce
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     assert_exact_on_small_integers(matmul_all_reduce, P(), num_ranks, dtype)
 

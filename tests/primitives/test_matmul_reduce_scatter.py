@@ -1,8 +1,9 @@
 import jax
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_equal, small_integers
-from programs import CASES, compiled_text, copies, on_ranks, tp_mesh, with_methods
+from operands import DTYPES, RANK_COUNTS, assert_equal, small_integers
+from programs import compiled_text, copies, on_ranks, tp_mesh, with_methods
 from summed_products import (
     FEATURES,
     METHODS,
@@ -20,7 +21,7 @@ from jax_ub._src.primitives.matmuls import matmul_reduce_scatter
 ROWS = P(None, "tp")
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     assert_exact_on_small_integers(matmul_reduce_scatter, ROWS, num_ranks, dtype)
 
@@ -35,7 +36,7 @@ def test_is_one_call_and_no_collective(method):
     assert_one_call(matmul_reduce_scatter, ROWS, method, "matmul_reduce_scatter")
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_scaled_sum_is_added_to_bias_and_residual(num_ranks, dtype):
     def function(xs, ws, transposed, bias, residual, method):
         where = {"num_ranks": num_ranks, "method": method, "out_dtype": "float32"}

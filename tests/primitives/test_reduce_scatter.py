@@ -1,8 +1,15 @@
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from operands import (
+    DTYPES,
+    RANK_COUNTS,
+    assert_close,
+    assert_equal,
+    normal,
+    small_integers,
+)
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -23,7 +30,7 @@ def run(num_ranks, method, out_dtype="float32"):
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, "tp"))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     x = small_integers(0, (2, 3 * num_ranks, 7 * num_ranks), dtype)
     for out_dtype in dict.fromkeys((dtype, "float32")):

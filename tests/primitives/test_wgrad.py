@@ -4,9 +4,15 @@ import jax
 import pytest
 from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from operands import (
+    DTYPES,
+    RANK_COUNTS,
+    assert_close,
+    assert_equal,
+    normal,
+    small_integers,
+)
 from programs import (
-    CASES,
     calls,
     collectives,
     compiled_text,
@@ -58,9 +64,8 @@ def operands(make, num_ranks, dtype):
     return x, dys, sums
 
 
-@covering(case=CASES, gather=["x", "dy", None])
-def test_is_exact_on_small_integers(case, gather):
-    num_ranks, dtype = case
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES, gather=["x", "dy", None])
+def test_is_exact_on_small_integers(num_ranks, dtype, gather):
     run = on_mesh(products, num_ranks, gather)
     expected, actual = run(*operands(small_integers, num_ranks, dtype))
     assert_equal(actual["direct"], expected)

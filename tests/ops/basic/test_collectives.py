@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
-from operands import RANKS_AND_DTYPES, assert_equal, small_integers
+from operands import DTYPES, RANK_COUNTS, assert_equal, small_integers
 from ops_on_ranks import FEATURES, TOKENS, value_and_gradients
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
@@ -19,7 +20,7 @@ def own(x):
     return x[0]
 
 
-@pytest.mark.parametrize("num_ranks, dtype", RANKS_AND_DTYPES)
+@covering(num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_collectives_equal_those_of_jax_lax(num_ranks, dtype):
     """Every rank has a different input, a slice of a global stack."""
     mesh = tp_mesh(num_ranks)

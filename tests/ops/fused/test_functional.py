@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from linears import LAYOUTS, METHODS, MODES, arrays, bias_grad, dgrad, wgrad, wide
 from operands import (
     DTYPES,
-    RANKS_AND_DTYPES,
+    RANK_COUNTS,
     assert_close,
     assert_equal,
     normal,
@@ -102,8 +103,7 @@ def test_forward_is_exact_for_every_method(mode):
         assert_equal(found, wide(a.x) @ wide(a.w))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
-@pytest.mark.parametrize("mode", MODES)
+@covering(mode=MODES, num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_forward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
     # In "row" each rank has a different bias, and their sum is added.
@@ -157,8 +157,7 @@ def test_backward_is_exact_for_every_method(mode):
         assert_equal(found, (dgrad(a), wgrad(a)))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
-@pytest.mark.parametrize("mode", MODES)
+@covering(mode=MODES, num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_backward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
     is_bulk = mode == "column" and dtype == "bfloat16"

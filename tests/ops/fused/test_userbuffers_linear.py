@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from linears import arrays, dgrad, wgrad, wide
 from operands import (
     DTYPES,
-    RANKS_AND_DTYPES,
+    RANK_COUNTS,
     assert_close,
     assert_equal,
     normal,
@@ -51,8 +52,7 @@ def results(kind, num_ranks, a, make=small_integers, *, bias=True, **options):
     return y, dx, d_params[0]["kernel"], db, b
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@covering(kind=KINDS, num_ranks=RANK_COUNTS, dtype=DTYPES)
 def test_layers_are_exact_for_every_number_of_ranks(kind, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
     y, dx, dw, db, b = results(kind, num_ranks, a)
@@ -62,16 +62,11 @@ def test_layers_are_exact_for_every_number_of_ranks(kind, num_ranks, dtype):
     assert_equal(db, wanted[2])
 
 
-@pytest.mark.parametrize(
-    ("method", "bias"),
-    [
-        ("direct", True),
-        ("ring_exchange", False),
-        ("pipeline", True),
-        ("external", False),
-    ],
+@covering(
+    kind=KINDS,
+    method=["direct", "ring_exchange", "pipeline", "external"],
+    bias=[True, False],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_exact_for_every_method(kind, bias, method):
     a = arrays(4)
     y, dx, dw, db, b = results(kind, 4, a, bias=bias, method=method)
@@ -170,8 +165,7 @@ def test_a_step_has_one_call_per_gemm(kind):
     assert alone["all_gather"] + alone["reduce_scatter"] >= 2
 
 
-@pytest.mark.parametrize("method", [None, "ring_exchange"])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(kind=KINDS, method=[None, "ring_exchange"])
 def test_frozen_kernel_costs_no_wgrad(kind, method):
     a = arrays(4)
     m = model(kind, 4, a, bias=False, method=method)
