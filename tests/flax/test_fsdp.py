@@ -142,7 +142,10 @@ def test_both_axes_may_shard_one_dimension(axes, types):
     ("types", "shape", "options"),
     [
         ("auto", (64, 16), {}),
-        ("explicit", (8, 8, 16), {"data_axes": ("fsdp", "dp")}),
+        pytest.param(
+            *("explicit", (8, 8, 16), {"data_axes": ("fsdp", "dp")}),
+            marks=pytest.mark.matrix,
+        ),
         ("auto", (8, 8, 16), {"sequence_parallel": False}),
         # Ranks of "fsdp" have the same examples: XLA gathers the kernels.
         ("auto", (8, 8, 16), {"data_axes": ("dp",)}),
@@ -227,7 +230,7 @@ def test_linen_models_are_created_sharded_by_their_rules(ours, types):
 
 
 @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
-@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("main_grad", [True, *nightly(False)])
 def test_a_scan_over_layers_keeps_no_gathered_kernels(types, main_grad):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of(types)):
@@ -251,8 +254,8 @@ def test_a_scan_over_layers_keeps_no_gathered_kernels(types, main_grad):
     assert collectives(text)["all-gather"] == 4  # each kernel forward and backward
 
 
-@pytest.mark.parametrize(
-    ("types", "axes"), [("auto", ("fsdp",)), ("explicit", ("dp", "fsdp"))]
+@covering(
+    types=["explicit", *nightly("auto")], axes=[("dp", "fsdp"), *nightly(("fsdp",))]
 )
 def test_microbatches_accumulate_into_the_shards(axes, types):
     xs = normal(0, (3, 8, 8, 16))
@@ -286,7 +289,7 @@ def test_microbatches_accumulate_into_the_shards(axes, types):
     assert_trees_close(nnx.to_pure_dict(gradients), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, *nightly(False)])
 def test_inside_shard_map_kernels_are_gathered_over_fsdp_axes(check_vma):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of()):

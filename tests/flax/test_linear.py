@@ -48,10 +48,9 @@ def test_parameters_equal_those_of_flax(parallel, use_bias):
 
 @covering(
     layer=[
-        ("column", 16, (4, 8)),
-        ("row", (4, 8), 16),
         ("column", (4, 2), (4, 8)),
         ("row", (4, 8), (4, 2)),
+        *nightly(("column", 16, (4, 8)), ("row", (4, 8), 16)),
     ],
     types=["auto", "explicit"],
 )

@@ -79,6 +79,10 @@ PAIRS = {
     "layer": (linen.TransformerLayer(16, 32, 4, normalize_qk=True), Layer()),
 }
 
+# A layer has attention and an MLP.
+SAMPLE = ["linear", "norm and linear", "layer"]
+SAMPLE += nightly("norm and MLP", "norm and gated MLP", "attention")
+
 
 def loss(module):
     return lambda variables, x: jnp.sum(jnp.sin(module.apply(variables, x)))
@@ -94,7 +98,7 @@ def gradients_of(apply):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_parameters_equal_those_of_flax(name):
     # linen models are often initialized with a dummy input of one token.
     x, (ours, flax) = jnp.ones((1, 1, 16)), PAIRS[name]
@@ -113,7 +117,7 @@ def test_parameters_equal_those_of_flax_on_an_explicit_mesh():
         assert_equal(*both(jax.random.key(3)))
 
 
-@pytest.mark.parametrize("name", ["attention", "layer", *nightly(*list(PAIRS)[:4])])
+@pytest.mark.parametrize("name", ["layer", *nightly(*list(PAIRS)[:5])])
 @pytest.mark.parametrize(
     "layout", [("explicit", P(("dp", "tp"))), *nightly(("auto", P("dp")))]
 )
@@ -145,7 +149,7 @@ def test_init_takes_inputs_of_any_number_of_tokens():
     assert_trees_close(y, expected)
 
 
-@covering(name=PAIRS, types=["explicit", "auto"])
+@covering(name=SAMPLE, types=["explicit", "auto"])
 def test_values_and_gradients_equal_those_of_flax(name, types):
     x, (ours, flax) = normal(0, X), PAIRS[name]
     variables = random_variables(flax, x)
@@ -186,7 +190,7 @@ def test_calls_run_as_initialize_ub_configured_their_names(sequence_parallel):
     assert splits == (["2", "4"] if sequence_parallel else [])
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *nightly(False)])
 def test_inside_shard_map_a_layer_has_its_ranks_heads_and_features(sequence_parallel):
     x, flax = normal(0, X), Layer()
     ours = linen.TransformerLayer(

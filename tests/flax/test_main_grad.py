@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import nightly
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax_models import (
@@ -33,11 +34,11 @@ def expected_gradient(xs):
 @pytest.mark.parametrize(
     ("dp", "tp", "types", "parallel"),
     [
-        (1, 2, "auto", "column"),
         (1, 2, "explicit", "row"),
         (2, 2, "auto", "column"),
-        (2, 2, "auto", "row"),
         (2, 2, "explicit", None),
+        pytest.param(1, 2, "auto", "column", marks=pytest.mark.matrix),
+        pytest.param(2, 2, "auto", "row", marks=pytest.mark.matrix),
     ],
 )
 def test_microbatches_accumulate_in_place(dp, tp, types, parallel):
@@ -107,7 +108,7 @@ def test_a_main_grad_without_the_gradient_of_its_kernel_is_rejected():
         with_main_grads(params, None)
 
 
-@pytest.mark.parametrize("parallel", ["column", "row", None])
+@pytest.mark.parametrize("parallel", ["column", *nightly("row", None)])
 def test_a_gradient_without_the_accumulator_warns_once(parallel):
     x = normal(0, (4, 8, 16))
     text = "the kernel, which is zero, since it is added to main_grad, but"

@@ -73,8 +73,12 @@ def test_parameters_equal_those_of_flax(options):
     [
         (1, 4, "explicit", {"normalize_qk": True}),
         (2, 2, "explicit", {"num_kv_heads": 2, "sequence_parallel": False}),
-        (2, 2, "auto", {"num_kv_heads": 2, "use_bias": False}),
-        (3, 1, "auto", {}),  # the 4 sequences do not divide into the data axis
+        pytest.param(
+            *(2, 2, "auto", {"num_kv_heads": 2, "use_bias": False}),
+            marks=pytest.mark.matrix,
+        ),
+        # The 4 sequences do not divide into the data axis.
+        pytest.param(3, 1, "auto", {}, marks=pytest.mark.matrix),
     ],
 )
 def test_values_and_gradients_equal_those_of_flax(dp, tp, types, options):
@@ -241,7 +245,7 @@ class TestDropout:
             model.eval()
             assert_trees_close(run(model, x), expected)
 
-    @pytest.mark.parametrize("types", ["auto", "explicit"])
+    @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
     def test_ranks_drop_weights_of_their_own(self, types):
         # With equal tokens and heads, results differ only by their dropout masks.
         q, v = (np.full((2, 8, 4, 4), value, "float32") for value in (0, 1))

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from covering import covering
+from covering import covering, nightly
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of, random_layer
 from operands import normal
@@ -117,7 +117,12 @@ def program_of_linen(name, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1))), variables, X
 
 
-@covering(name=MODULES, program_of=[program_of_nnx, program_of_linen])
+@covering(
+    # A transformer layer has an MLP and attention.
+    name=["LayerNormLinear", "TransformerLayer"]
+    + nightly("LayerNormMLP", "MultiHeadAttention"),
+    program_of=[program_of_nnx, program_of_linen],
+)
 def test_modules_pass_the_flags_to_their_layers(name, program_of):
     times = 2 if name == "TransformerLayer" else 1
     with jax.set_mesh(mesh_of(1, 4)):

@@ -1,6 +1,6 @@
 import jax
 import jax.numpy as jnp
-from covering import covering
+from covering import covering, nightly
 from flax import nnx
 from flax_models import assert_trees_close, loss, mesh_of, random_layer
 from jax.sharding import PartitionSpec as P
@@ -44,7 +44,7 @@ def value_and_gradient(model, x):
 
 
 @covering(
-    names=[("query", "out"), ("key", "fc1"), ("gate", "fc2", "value")],
+    names=[("query", "out", "fc1"), ("gate", "fc2", "value"), *nightly(("key",))],
     replace=[doubled, Wrapped],
 )
 def test_a_transformer_layer_calls_the_layers_that_replace_its_own(names, replace):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import nightly
 from flax import nnx
 from flax_models import random_variables
 from operands import normal
@@ -33,7 +34,7 @@ def saved(library, activation):
     ]
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("library", ["nnx", *nightly("linen")])
 def test_norms_and_named_activations_save_only_their_inputs(library):
     assert saved(library, "gelu") == [[INPUT, PRODUCT], []]
     assert saved(library, jax.nn.silu) == [[INPUT, PRODUCT], []]

@@ -58,7 +58,9 @@ LAYERS = {
         ({}, {"rotary_base": 100.0}),
         ({"rotary_base": 100.0}, {"rotary_base": None}),
         ({}, {"attention_fn": ones_like_queries}),
-        ({"dropout_rate": 0.5}, {"dropout_rate": 0.25}),
+        pytest.param(
+            *({"dropout_rate": 0.5}, {"dropout_rate": 0.25}), marks=pytest.mark.matrix
+        ),
         ({"dropout_rate": 0.5}, {"broadcast_dropout": False}),
         ({"dropout_rate": 0.5}, {"deterministic": True}),
         ({"dropout_rate": 0.5}, {"dropout_rate": 0.0}),

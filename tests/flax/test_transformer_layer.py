@@ -72,7 +72,9 @@ def by_name(state):
     return {**state, **mlp}
 
 
-@covering(types=["explicit", "auto"], sequence_parallel=[True, False])
+@covering(
+    types=["explicit", *nightly("auto")], sequence_parallel=[True, *nightly(False)]
+)
 def test_values_and_gradients_equal_those_of_flax(types, sequence_parallel):
     x, expected = normal(0, X), of_flax(X)
     with jax.set_mesh(mesh_of(2, 2, types)):
@@ -197,7 +199,7 @@ def test_layers_without_sequence_parallelism_run_after_initialize_ub():
     assert_trees_close(by_name(gradients), by_name(of_flax(x.shape)[1][0]))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *nightly(False)])
 def test_hidden_dropout_is_applied_to_the_results_of_attention_and_mlp(
     sequence_parallel,
 ):
@@ -319,10 +321,12 @@ class TestLayerNormMLP:
         ("name", "function"),
         [
             ("geglu", jax.nn.gelu),
-            ("reglu", jax.nn.relu),
             ("swiglu", jax.nn.silu),
             ("qgeglu", lambda x: x * jax.nn.sigmoid(1.702 * x)),
-            ("sreglu", lambda x: jax.nn.relu(x) ** 2),
+            pytest.param("reglu", jax.nn.relu, marks=pytest.mark.matrix),
+            pytest.param(
+                *("sreglu", lambda x: jax.nn.relu(x) ** 2), marks=pytest.mark.matrix
+            ),
         ],
     )
     def test_gates_are_multiplied(self, name, function):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering
+from covering import covering, nightly
 from flax import linen as nn
 from flax import nnx
 from flax_models import (
@@ -108,7 +108,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# A transformer layer has an MLP and attention.
+SAMPLE = ["Linear", "LayerNormLinear", "TransformerLayer"]
+SAMPLE += nightly("LayerNormMLP", "MultiHeadAttention")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
 def test_layers_with_a_mesh_are_copied(name):
     mesh, x = mesh_of(1, 2), normal(0, (2, 4, 16))
     kind = {"parallel": "column"} if name.endswith("Linear") else {}

@@ -152,8 +152,7 @@ def test_the_result_is_rounded_once_to_the_dtype_asked_for(kind):
     assert_trees_close(y, lax.dot_general(x, w, DENSE, **options))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(types=["auto", "explicit"], kind=["column", "row"])
 def test_a_kernel_stored_as_out_in_is_read_in_place(kind, types):
     call, dims = ub.dot_general(kind), (((2,), (1,)), ((), ()))
     x, w = normal(0, (4, 8, 16)), normal(1, (32, 16))

@@ -329,7 +329,7 @@ def test_an_error_in_a_layer_names_its_path():
             model(jnp.ones((2, 7, 16)))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["auto", *nightly("explicit")])
 def test_a_model_takes_one_token_on_any_mesh(types):
     x = normal(0, (4, 1, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
@@ -356,10 +356,10 @@ def test_attention_decodes_one_token_at_a_time():
 
 
 @covering(
-    types=["auto", "explicit"],
+    types=["explicit", *nightly("auto")],
     layout=[
-        (6, 6, {"query|key|value": "column", "out": "row"}),
         (8, 2, {"query": None, "key|value": "column", "out": "row"}),
+        *nightly((6, 6, {"query|key|value": "column", "out": "row"})),
     ],
 )
 def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types, layout):

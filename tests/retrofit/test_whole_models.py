@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import nightly
+from covering import covering, nightly
 from flax import nnx
 from flax_models import (
     assert_trees_close,
@@ -110,7 +110,7 @@ def test_einsums_and_tied_heads_of_linen_are_overlapped():
     def loss(variables):
         return jnp.sum(jnp.sin(net.apply(variables, x)))
 
-    expected = jax.value_and_grad(loss)(variables)
+    expected = jax.jit(jax.value_and_grad(loss))(variables)
     with jax.set_mesh(mesh_of(1, 2)), Overlap(kinds) as overlap:
         program = jax.jit(jax.value_and_grad(loss))
         text = compiled_text(program, variables)
@@ -239,7 +239,7 @@ def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded(
             return nn.Dense(16, name="down")(x)
 
     net, x = Net(), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
     ub.fallbacks(clear=True)
     with (
         jax.set_mesh(mesh_of(1, 2)),
@@ -277,7 +277,7 @@ def test_a_module_that_shares_the_scope_of_an_overlapped_layer_is_no_fallback():
             return dense(x) + (x @ a).sum(-1, keepdims=True)
 
     net, x = nn.Sequential([Adapted()]), normal(0, (4, 16))
-    variables = net.init(jax.random.key(0), x)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
     ub.fallbacks(clear=True)
     with jax.set_mesh(mesh_of(1, 2)), Overlap({"layers_0": "column"}) as overlap:
         jax.eval_shape(net.apply, variables, x)
@@ -418,8 +418,8 @@ class Adapted(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-@pytest.mark.parametrize(
-    ("types", "tokens"), [("auto", P("dp", "tp")), ("explicit", P("dp"))]
+@covering(
+    types=["explicit", *nightly("auto")], tokens=[P("dp"), *nightly(P("dp", "tp"))]
 )
 def test_adapters_of_frozen_layers_are_trained(types, tokens):
     x = normal(0, (4, 8, 16))
