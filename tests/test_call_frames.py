@@ -5,6 +5,7 @@ import traceback
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from programs import tp_mesh
@@ -40,9 +41,7 @@ def test_a_flax_layer_has_at_most_seven(frames, parallel):
     assert all(len(names) <= 7 for names in frames), frames
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("parallel", ["column", "row"])
-@pytest.mark.parametrize("name", [None, "qkv"])
+@covering(window=[1, 2, 3], parallel=["column", "row"], name=[None, "qkv"])
 def test_fusible_operations_have_at_most_eight(frames, parallel, name, window):
     linear = ops.BasicLinear(
         16,

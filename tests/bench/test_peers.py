@@ -72,8 +72,7 @@ def product(a, b, layout):
     return (a.T if layout == "tn" else a) @ (b.T if layout == "nt" else b)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(dtype=["float32", "bfloat16"], layout=LAYOUTS)
 def test_every_variant_of_a_dot_has_the_same_result(layout, dtype):
     a, b = gemm_operands(layout, dtype)
     wanted = product(a, b, layout).astype(dtype)

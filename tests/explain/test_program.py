@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import nightly
 from flax import linen, nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
@@ -109,7 +110,7 @@ def test_every_method_is_explained_forward_and_backward(method):
     assert "up" in {row.scope for row in found.rows}
 
 
-@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "RowwiseScaling"])
+@pytest.mark.parametrize("recipe", ["RowwiseScaling", *nightly("Float8CurrentScaling")])
 def test_bulk_gradients_of_fp8_operands_are_explained(recipe):
     def layer(x, w):
         fp8 = getattr(ub.fp8, recipe)()
@@ -247,7 +248,7 @@ def test_fallbacks_of_other_programs_are_ignored():
     assert (divisible.overlapped, divisible.reason) == (True, "")
 
 
-@pytest.mark.parametrize("method", [None, "xla"])
+@pytest.mark.parametrize("method", [None, *nightly("xla")])
 def test_redundant_work_of_ranks_is_noted(method):
     def notes(mesh, batch, data_axes=None):
         sharding_layout = ShardingLayout(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from flax import nnx
 from jax import P
 from jax.experimental.compilation_cache import compilation_cache
@@ -193,8 +194,7 @@ def test_gradient_sums_of_plain_layers_are_not_missed_overlaps(spec, note):
     )
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-@pytest.mark.parametrize("tokens_are_sharded", [False, True])
+@covering(is_scanned=[False, True], tokens_are_sharded=[False, True])
 def test_only_sums_of_activation_gradients_are_missed(tokens_are_sharded, is_scanned):
     """Sums the gradients of replicated kernels, or of the tokens of a column layer."""
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import nightly
 from cuda_programs import (
     StandIn,
     attribute,
@@ -111,7 +112,7 @@ def column(mesh=None, specs=SPECS, out_specs=SPECS[1], **options):
 
 
 @has_barrier
-@pytest.mark.parametrize("batch", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("batch", [(), (1, 1), *nightly((1,))])
 def test_the_kernel_runs_the_call_for_which_it_was_chosen(gpus, choose, batch):
     specs = tuple(P(*(None for _ in batch), *spec) for spec in SPECS)
     run = column(specs=(specs[0], SPECS[1]), out_specs=specs[1])

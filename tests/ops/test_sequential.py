@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering, nightly
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -45,9 +46,7 @@ def plain_block(params, x):
     return x + 0.5 * (y @ down["kernel"] + down["bias"])
 
 
-@pytest.mark.parametrize(
-    "num_ranks, check_vma", [(1, True), (2, True), (2, False), (4, True)]
-)
+@covering(num_ranks=[2, 4, *nightly(1)], check_vma=[True, False])
 def test_block_and_gradients_equal_plain_jax(num_ranks, check_vma):
     seq = block()
     params = normal_of(seq)

@@ -4,6 +4,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import calls, compiled_text, copies, execution, with_methods
 
@@ -87,8 +88,7 @@ def test_residual_that_is_needed_elsewhere_stays_what_it_was():
     assert_equal(residual, before)
 
 
-@pytest.mark.parametrize("rows", [(1,), (3, 7), (300,)])
-@pytest.mark.parametrize("scale", [0.5, -2.0, 0.0])
+@covering(scale=[0.5, -2.0, 0.0], rows=[(1,), (3, 7), (300,)])
 def test_scale_is_that_of_the_product_only(scale, rows):
     xs, ws, bias, residual = operands(small_integers, "bfloat16", rows=rows)
     wide = jax.tree.map(lambda array: array.astype("float32"), (xs, ws))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from layouts import visible
 from programs import on_ranks, tp_mesh
@@ -13,8 +14,8 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 
 # The last rank to arrive completes a small call, the engine's threads a large one.
-SIZES = pytest.mark.parametrize("size", [16, 256])
-METHODS = pytest.mark.parametrize("method", ["direct", "ring_exchange"])
+SIZES = [16, 256]
+METHODS = ["direct", "ring_exchange"]
 
 
 def _runner(method, then, size):
@@ -35,8 +36,7 @@ def _rows(array):
     return np.concatenate([np.asarray(rows) for _, rows in visible(array)])
 
 
-@SIZES
-@METHODS
+@covering(2, method=METHODS, size=SIZES)
 def test_subnormals_have_the_same_bits_on_all_ranks_as_with_xla(method, size):
     def then(y):
         # Without abs, jax 0.10 keeps the sign of y, which differs between ranks.
@@ -50,8 +50,7 @@ def test_subnormals_have_the_same_bits_on_all_ranks_as_with_xla(method, size):
         np.testing.assert_array_equal(_rows(run()).view(np.uint32), expected)
 
 
-@SIZES
-@METHODS
+@covering(method=METHODS, size=SIZES)
 def test_callbacks_run_after_a_call(method, size, capfd):
     seen = []
 
@@ -72,8 +71,7 @@ def test_callbacks_run_after_a_call(method, size, capfd):
     assert capfd.readouterr().out.count("value ") == 10 * len(rows)
 
 
-@SIZES
-@METHODS
+@covering(method=METHODS, size=SIZES)
 def test_lapack_runs_after_a_call(method, size):
     def then(y):
         rows = y[: y.shape[1]]
@@ -92,7 +90,7 @@ def test_lapack_runs_after_a_call(method, size):
     assert (errors < 1e-3).all()
 
 
-@METHODS
+@pytest.mark.parametrize("method", METHODS)
 def test_a_profile_has_what_runs_after_a_call(method, tmp_path):
     run = _runner(method, lambda y: jnp.sin(y).sum(), 256)
     run()

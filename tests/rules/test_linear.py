@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering
+from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from layouts import whole
 from operands import assert_equal, small_integers
@@ -145,8 +145,7 @@ def test_pair_and_its_gradients_are_exact(method, sequence_parallel, check_vma):
     assert_equal(step(*values), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["auto", "xla"])
+@covering(dtype=["float32", "bfloat16"], method=["auto", "xla"])
 def test_pair_does_not_need_the_promotion_of_ranks_or_dtypes(method, dtype):
     layers = pair(tp_mesh(4), sequence_parallel=True, method=method)
     step = jax.jit(jax.value_and_grad(lambda *v: weighted(layers(*v)), (0, 1, 2, 3, 4)))
@@ -156,7 +155,9 @@ def test_pair_does_not_need_the_promotion_of_ranks_or_dtypes(method, dtype):
     assert_equal(found, step(*values))
 
 
-@pytest.mark.parametrize("recipe", [ub.fp8.MXFP8BlockScaling, ub.fp8.RowwiseScaling])
+@pytest.mark.parametrize(
+    "recipe", [ub.fp8.MXFP8BlockScaling, *nightly(ub.fp8.RowwiseScaling)]
+)
 def test_fp8_does_not_need_the_promotion_of_dtypes(recipe):
     x, w = (small_integers(i, (32, 64), "bfloat16") for i in range(2))
 
@@ -275,8 +276,7 @@ SHARDED_OPERANDS = {  # of x, w and b
 }
 
 
-@pytest.mark.parametrize("name", SHARDED_OPERANDS)
-@pytest.mark.parametrize("kind", ["main_grad", "fp8"])
+@covering(name=SHARDED_OPERANDS, kind=["main_grad", "fp8"])
 def test_gradients_on_an_explicit_mesh_need_unsharded_features(name, kind):
     shapes = ((8, 16), (16, 4), (4,))
     arrays = [small_integers(i, shape) for i, shape in enumerate(shapes)]

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
@@ -236,11 +237,11 @@ def test_claims_vanish_with_their_tracers():
     assert not _USED
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)
+@covering(kind_and_method=KINDS_AND_METHODS, check_vma=[True, False])
 def test_accumulator_that_is_not_mapped_as_its_gradient_is_refused(
-    kind, method, check_vma
+    kind_and_method, check_vma
 ):
+    kind, method = kind_and_method
     call = layer(kind, method, tp_mesh(2))
 
     def gradient(xs, w, main_grad):

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering, nightly
 from jax import P
 from operands import assert_equal, small_integers
 from programs import call_lines, compiled_text, on_ranks, tp_mesh
@@ -159,7 +160,7 @@ def test_the_name_comes_before_the_environment(monkeypatch):
     assert lowered(row(), 0)["matmul_reduce_scatter external"] == 1
 
 
-@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external", "xla"])
+@covering(method=["ring_exchange", "xla", *nightly("pipeline", "external")])
 def test_results_and_gradients_do_not_depend_on_the_configuration(method):
     initialize(
         qkv_fprop={"method": method},

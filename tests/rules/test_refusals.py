@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -190,9 +191,7 @@ CALLS_OVER_AN_AXIS = {
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("name", CALLS_OVER_AN_AXIS)
+@covering(name=CALLS_OVER_AN_AXIS, is_jitted=[False, True], check_vma=[True, False])
 def test_axis_of_vmap_that_hides_a_mesh_axis(name, is_jitted, check_vma):
     call = CALLS_OVER_AN_AXIS[name]
     mapped = jax.vmap(jax.jit(call) if is_jitted else call, axis_name="tp")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from linears import Arrays, arrays, dgrad, wgrad, wide
 from operands import assert_close, assert_equal, normal, small_integers
@@ -85,8 +86,7 @@ def test_sum_is_exact(kind, dtype, with_extra):
     assert_equal(d_params[0]["kernel"], wgrad(a).astype(dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["current", "row"])
+@covering(kind=KINDS, name=["row", "current"])
 def test_sum_with_an_fp8_gradient_is_rounded_once(kind, name):
     # The gradients of x are sums of 257 ones, which is halfway between bf16 numbers.
     x, w, dy = (

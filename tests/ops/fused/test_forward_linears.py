@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from linears import arrays, wide
 from operands import assert_close, assert_equal, normal, small_integers
@@ -124,8 +125,10 @@ def test_result_is_exact(name):
     assert_equal(window.program()(*window.operands()), window.expected())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["bias, activation", "row bias, add", "scale, add"])
+@covering(
+    name=["bias, activation", "row bias, add", "scale, add"],
+    dtype=["bfloat16", "float16"],
+)
 def test_sum_is_rounded_once(name, dtype):
     window = Window(name, dtype)
     y = window.program()(*window.operands())

@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from linears import arrays, dgrad, wgrad, wide
 from operands import assert_equal, small_integers
@@ -210,8 +211,7 @@ def step_of(seq, specs, x_spec, y_spec, dy):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("kind", ["column", "row", "scattered"])
-@pytest.mark.parametrize("made", [UBF, UBB])
+@covering(kind=["column", "row", "scattered"], made=[UBF, UBB])
 def test_userbuffers_linears_run_as_entries_of_a_sequential(made, kind):
     a = arrays(4)
     k, n = a.w.shape
