@@ -86,8 +86,8 @@ class Contract {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
            std::to_string(call_.scales.size()));
     }
-    // Without scales, the dtype of the first operand suffices, because all GEMM
-    // operands have the same dtype.
+    // A call without scales has GEMM operands of a single dtype, so only the first
+    // operand is checked.
     const auto first = call_.operands.begin();
     const auto end = first + std::max<size_t>(1, call_.scales.size());
     const bool has_fp8 = std::ranges::any_of(first, end, IsFp8, &Tensor::dtype);

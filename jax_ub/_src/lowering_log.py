@@ -59,7 +59,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations in the `with` block as plain JAX that the user has chosen.
+    """Marks operations in the `with` block that the user has chosen to run in JAX.
 
     `fallback_in` reads the mark. A choice is no fallback, so `fallbacks` does not list
     it.

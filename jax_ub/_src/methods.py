@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a forward pass: "ring_exchange" replaces "bulk".
+        """Returns this method, or "ring_exchange" for "bulk", in a forward pass.
 
         `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
         its GEMM reads what the collective gathers, or computes what it sums.

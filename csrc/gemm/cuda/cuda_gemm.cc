@@ -263,8 +263,8 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns the term that cuBLASLt multiplies: term number `index` of the block, with
-  // the copies of those operands that CopyOperands copies to the workspace.
+  // Returns the operands that cuBLASLt multiplies for term `index` of the block. If
+  // CopyOperands copies an operand to the workspace, this is the copy.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {

@@ -114,9 +114,10 @@ __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
   const int64_t begin = block * kScaledBlock;
   const int64_t end = begin + kScaledBlock;
   const int64_t row = outer / kScaledBlock;  // of the scales
-  // Finds the largest |value| * scale, as f32 bits. `scale` is a biased exponent:
-  // adding it to the exponent field of |value| (bit 23 and up) multiplies by the scale.
-  // 64 bits do not overflow, and the order of the bits is the order of the numbers.
+  // Finds the largest |value| * scale, as f32 bits in an int64_t. `scale` is a biased
+  // exponent. Adding it to the exponent field of |value| (bit 23 and up) multiplies by
+  // the scale. The exponent field does not overflow in 64 bits, and larger numbers have
+  // larger bits.
   int64_t largest = 0;
   bool is_nan = false;
   for (int64_t k = begin; k < end; ++k) {

@@ -59,8 +59,8 @@ struct GemmBlock {
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
 // Returns the largest number of terms (products over one interval of K) that a block
-// can have, at any addresses. A block has this number of terms if no intervals are
-// merged.
+// can have. Intervals whose data is contiguous in memory are merged, so the number of
+// terms depends on the addresses. The largest number is that without merging.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

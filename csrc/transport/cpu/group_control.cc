@@ -12,8 +12,8 @@ namespace {
 // Returns the generation of a barrier: a number that identifies the barrier and
 // increases from each barrier to the next.
 //
-// Generations begin at 1. In ProcessControlBlock::barrier_generation, which is the
-// generation of the last barrier that a process has reached, 0 means "none".
+// Generations begin at 1. ProcessControlBlock::barrier_generation has the generation of
+// the last barrier that a process has reached, or 0 before the first barrier.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call + 1) * GroupControl::kNumPhases +
          static_cast<uint64_t>(phase) + 1;

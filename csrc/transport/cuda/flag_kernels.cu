@@ -42,9 +42,9 @@ __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
 // this rank's slots for the peers. If the rank has failed, reports the failure to the
 // peers. Returns true in thread 0 if the rank has failed.
 __device__ bool EndCall(const EndParams& params) {
-  // Each thread signals one peer. A peer may store `poison` after some threads have
-  // loaded it. The peers that these threads signal then learn of the failure only from
-  // a later kernel of this rank.
+  // Each thread signals one peer. Another peer may store `poison` when some threads
+  // have already loaded it. The peers of these threads then learn of the failure from a
+  // later kernel of this rank.
   const uint64_t poison = LoadRelaxed(params.own.poison);
   const CallWords words = LoadCall(params.own, params.tag);
   uint64_t failed = words.failed;

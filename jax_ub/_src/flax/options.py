@@ -137,10 +137,9 @@ def promoted(
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns the layer's name in `initialize_ub`, or None if the layer has none.
+    """Returns the name by which `initialize_ub` configures a layer, or None.
 
-    Without sequence parallelism there is none, because an all-reduce has no named
-    overlap.
+    It is None without sequence parallelism, because an all-reduce has no named overlap.
     """
     return name if options.get("sequence_parallel", True) else None
 

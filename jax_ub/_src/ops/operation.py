@@ -376,7 +376,7 @@ def read_operations(where: str, ops: Any) -> tuple[Any, ...]:
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates a global parameter by `make`, the initializer in the option `name`."""
+    """Creates a parameter, as a global array, by the initializer `make`."""
     checks.check_key(op.label, "key", key)
     values = make(key, shape, op.param_dtype)
     checks.check_initial(op.label, name, values, shape)

@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def why_xla_is_faster(self) -> str | None:
-        """Returns why XLA should run a call of method "auto" on GPUs, or None.
+        """Returns the reason to leave a call on GPUs to XLA, or None.
 
         Only a GEMM that overlaps its own communication is left to XLA. For other calls,
         the predictions differ only by the assumed efficiencies of the collectives.

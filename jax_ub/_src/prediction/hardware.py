@@ -78,7 +78,7 @@ class Hardware:
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
 
     def shared_by(self, num_ranks: int) -> "Hardware":
-        """Returns the rates of one rank: a whole GPU, or 1 / num_ranks of a host."""
+        """Returns the machine with one rank's rates: ranks share those of a host."""
         if not self.is_host:
             return self
         rates = {name: rate for name, rate in vars(self).items() if "_per_s" in name}

@@ -110,7 +110,7 @@ class Workload:
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     def moved_bytes(self, itemsize: int) -> float:
-        """Returns the least bytes that each rank sends, of `itemsize` per element."""
+        """Returns how many bytes each rank must send at `itemsize` per element."""
         share = (self.num_ranks - 1) / self.num_ranks
         once = share * self.M * self.width * itemsize
         return 2 * once if self.op.endswith("all_reduce") else once

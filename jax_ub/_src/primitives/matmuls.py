@@ -91,9 +91,9 @@ class Matmul(SummedMatmul):
         return overwritten(operands, len(operands) - 1, self.out_dtype)
 
     def tuned_op(self, operands):
-        # A tuned file has an index into the list of algorithms that cuBLASLt proposes.
-        # The list depends on layouts, dtypes and addends, so only GEMMs with the
-        # combinations that the `tune` command measures have a key.
+        # The measured choice for a GEMM is an index into the list of algorithms that
+        # cuBLASLt proposes. The list depends on layouts, dtypes and addends, so the
+        # choice holds only for the combinations that the `tune` command measures.
         dtype = operands[0].dtype
         if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
             return None

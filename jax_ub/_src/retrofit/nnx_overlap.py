@@ -173,7 +173,7 @@ def overlapped(model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A module of an nnx model whose product with one kernel can be overlapped.
+    """A module of an nnx model, with one kernel by which it multiplies its input.
 
     Attributes:
         node: the module.

@@ -35,7 +35,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Returns the quantization modes for which `initialize_ub` creates overlaps.
+    """Returns the quantization modes that `initialize_ub` configures, after checks.
 
     Returns:
         The checked modes: those that were passed, else FP8 or NONE by `use_fp8`.

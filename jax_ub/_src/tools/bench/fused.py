@@ -80,7 +80,10 @@ def _local(shape, dtype, method) -> dict[str, _Sequence]:
 
 
 def _case(setup, shape, variant, x, y, operations, plain) -> Case:
-    """Returns the benchmark case of a sequence. `plain` are its operations in XLA."""
+    """Returns the benchmark case that compares `ops.Sequential(*operations)` with XLA.
+
+    `plain` is the same sequence of operations in plain JAX.
+    """
 
     def spec_of(dims):
         spec = COLUMNS if "N" in dims else ROWS
