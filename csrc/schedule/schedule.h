@@ -118,7 +118,8 @@ size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
 std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
 // Returns whether MakeSchedule supports the method for the collective. kBulk runs a
-// collective beside an independent GEMM, so the collective must not contain a GEMM.
+// collective and an independent GEMM concurrently, so the collective must not contain a
+// GEMM.
 // kDirect sends nothing, because its GEMM reads the peers' memory, so the collective
 // must contain a GEMM.
 bool HasSchedule(CollectiveKind collective, Method method);

@@ -91,10 +91,13 @@ def claim_state(op: str, state: Any, roles: Sequence[str] = ROLES) -> Any:
     if not isinstance(state, Mapping):
         return state
     names = {name for role in roles for name in names_of(role)}
-    return {
-        key: _claimed(op, array) if key in names else _in_f32(array)
-        for key, array in state.items()
-    }
+    claimed = {}
+    for key, array in state.items():
+        if has_maximum_as_sum(array):
+            claimed[key] = _in_f32(array.dtype, array)
+        else:
+            claimed[key] = _claimed(op, array) if key in names else array
+    return claimed
 
 
 def claim_layer_state(
@@ -110,8 +113,6 @@ def claim_layer_state(
 
 
 def _claimed(op, array):
-    if has_maximum_as_sum(array):
-        return _in_f32(array)
     return claim(
         array,
         f"{op}: this FP8 state went into another call already, and jax would add the "
@@ -131,18 +132,14 @@ def has_maximum_as_sum(array: Any) -> bool:
     return getattr(dtype, "float_dtype", None) == jnp.float32
 
 
-def _in_f32(array):
-    return _converted(array.dtype, array) if has_maximum_as_sum(array) else array
-
-
 # JAX cannot differentiate a conversion from Flax's dtype, so it gets a custom rule.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _converted(dtype, array):
+def _in_f32(dtype, array):
     return lax.convert_element_type(array, jnp.float32)
 
 
-_converted.defvjp(
-    lambda dtype, array: (_converted(dtype, array), None),
+_in_f32.defvjp(
+    lambda dtype, array: (_in_f32(dtype, array), None),
     lambda dtype, _, cotangent: (lax.convert_element_type(cotangent, dtype),),
 )
 

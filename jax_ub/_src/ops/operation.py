@@ -213,7 +213,8 @@ class BasicOperation(Operation):
         The fuser calls it outside the differentiated function.
 
         Raises:
-            ShapeContractError: if another call used a "main_grad" or FP8 state.
+            ShapeContractError: when JAX differentiates the call with respect to a
+                "main_grad" or FP8 state that it must not use; see `claims.claim`.
         """
         return params
 
