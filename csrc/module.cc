@@ -290,6 +290,8 @@ NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
+  m.def("quantize_targets",
+        [] { return jax_ub::HandlersOf(jax_ub::QuantizeTargets()); });
   m.def("ops", &Ops);
   m.def("dtypes", &DTypes);
   m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCallSiteType()); });

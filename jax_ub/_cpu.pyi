@@ -9,6 +9,11 @@ class Stages(TypedDict):
     instantiate: Any
     execute: Any
 
+class Execute(TypedDict):
+    """The XLA FFI handler of a target without state, as a capsule."""
+
+    execute: Any
+
 class CallSiteType(TypedDict):
     """The XLA FFI type of an instantiated call's state, as capsules."""
 
@@ -105,6 +110,9 @@ xla_ffi_api_version: tuple[int, int]
 
 def targets() -> dict[str, Stages]:
     """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
+
+def quantize_targets() -> dict[str, Execute]:
+    """Returns the handlers of ``jax_ub.amax`` and ``jax_ub.cast``, by target name."""
 
 def call_site_type() -> CallSiteType:
     """Returns the type ``jax_ub$CallSite``; register it before any target."""

@@ -43,10 +43,11 @@ CSRC_LAYERS = {
     "platform": {"platform"},
     "gemm": {"gemm", "reduce", "platform"},
     "reduce": {"gemm", "reduce", "platform"},
+    "quantize": {"quantize", "gemm", "platform"},
     "schedule": {"schedule"},
     "transport": {"transport", "gemm", "reduce", "platform"},
     "engine": {"engine", "transport", "schedule", "gemm", "reduce", "platform"},
-    "ffi": {"ffi", "engine", "platform", "xla"},
+    "ffi": {"ffi", "engine", "quantize", "platform", "xla"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

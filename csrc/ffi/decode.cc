@@ -61,15 +61,6 @@ ffi::DataType XlaTypeOf(DType dtype) {
   throw std::logic_error("unknown dtype");
 }
 
-DType DecodeDType(const CallAttributes& at, ffi::DataType type) {
-  for (const DTypeInfo& info : kDTypes) {
-    if (XlaTypeOf(info.dtype) == type) return info.dtype;
-  }
-  throw ShapeError("jax_ub." + at.label + ": XLA element type " +
-                   std::to_string(static_cast<int>(type)) + " is none of " +
-                   DTypeNames(&DTypeInfo::name));
-}
-
 const uint32_t* DecodePartition(const CallAttributes& at,
                                 const ffi::RemainingArgs& operands) {
   const auto partition = operands.get<ffi::BufferR0<ffi::U32>>(operands.size() - 1);
@@ -82,11 +73,20 @@ const uint32_t* DecodePartition(const CallAttributes& at,
 
 Tensor DecodeBuffer(const CallAttributes& at, const ffi::AnyBuffer& buffer) {
   const auto dims = buffer.dimensions();
-  return TensorOf(at, DecodeDType(at, buffer.element_type()),
+  return TensorOf(at, DecodeDType(at.label, buffer.element_type()),
                   {dims.begin(), dims.size()}, buffer.untyped_data());
 }
 
 }  // namespace
+
+DType DecodeDType(const std::string& label, ffi::DataType type) {
+  for (const DTypeInfo& info : kDTypes) {
+    if (XlaTypeOf(info.dtype) == type) return info.dtype;
+  }
+  throw ShapeError("jax_ub." + label + ": XLA element type " +
+                   std::to_string(static_cast<int>(type)) + " is none of " +
+                   DTypeNames(&DTypeInfo::name));
+}
 
 CallAttributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
   return ReadAttributes(op, XlaAttributes(op, dict));
@@ -151,6 +151,14 @@ ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept try {
   // This text fits into std::string's internal buffer, so the error can be created
   // without allocating memory.
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
+}
+
+void Settle(ffi::Promise promise, const std::exception_ptr& failure) {
+  if (failure) {
+    promise.SetError(ToFfiError(failure));
+  } else {
+    promise.SetAvailable();
+  }
 }
 
 std::pair<int, int> XlaFfiApiVersion() {

@@ -3,11 +3,16 @@
 #pragma once
 
 #include <exception>
+#include <string>
 
 #include "engine/call.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ub {
+
+// Converts XLA's element type to a dtype. Throws ShapeError, which names the call
+// `label`, if the dtype is not supported.
+DType DecodeDType(const std::string& label, xla::ffi::DataType type);
 
 // Reads the attributes of `op`. Throws std::invalid_argument, which names the
 // attribute, if an attribute is missing or out of range.
@@ -32,5 +37,8 @@ int64_t DeviceOf(const CallAttributes& attributes,
 // Converts an exception to an XLA error with the same message. Each exception type of
 // platform/error.h has its own error code.
 xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
+
+// Ends a custom call: with the error `failure`, or successfully if it is null.
+void Settle(xla::ffi::Promise promise, const std::exception_ptr& failure);
 
 }  // namespace jax_ub

@@ -43,12 +43,8 @@ ffi::Future Execute(CallSiteState* state,
                     ffi::Dictionary) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  const auto complete = [promise](const std::exception_ptr& failure) mutable {
-    if (failure) {
-      promise.SetError(ToFfiError(failure));
-    } else {
-      promise.SetAvailable();
-    }
+  const auto complete = [promise](const std::exception_ptr& failure) {
+    Settle(promise, failure);
   };
   try {
     const CallAttributes& at = state->site.attributes();
@@ -56,7 +52,7 @@ ffi::Future Execute(CallSiteState* state,
     const int64_t device = DeviceOf(at, call, ordinal);
     ProcessEngine().Submit(state->site, run.run_id, device, std::move(call), complete);
   } catch (...) {
-    promise.SetError(ToFfiError(std::current_exception()));
+    Settle(promise, std::current_exception());
   }
   return future;
 }

@@ -12,6 +12,10 @@ namespace jax_ub {
 // Returns the FFI targets, indexed by Op.
 std::array<Target, kNumOps> Targets();
 
+// Returns the FFI targets that quantize arrays to FP8. They are no ops: they have no
+// ranks, and the engine neither counts nor traces them.
+std::array<Target, 2> QuantizeTargets();
+
 // Returns the FFI type of the state that XLA keeps for each custom call.
 CallSiteType TheCallSiteType();
 

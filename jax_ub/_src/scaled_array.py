@@ -28,11 +28,6 @@ _ROW_EPSILON = 1e-12
 # is the significand of 1.75: in both FP8 formats, the largest number is 1.75 times a
 # power of two.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
-_EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
-# Smallest number of elements for which `_rounded_by_addition` replaces XLA's conversion
-# to FP8. XLA:CPU runs the additions on more threads, which takes longer for small
-# arrays. The number was found by timing casts on two Zen 5 cores with 1 to 8 devices.
-_LEAST_ADDITIONS = 1 << 15
 # Size of the groups in which `amax_of` compares elements as integers. The maxima of the
 # groups are then compared as f32.
 _AMAX_GROUP = 32
@@ -313,44 +308,11 @@ def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
     A NaN stays a NaN, and an infinity becomes the largest number.
     """
     if scales.dtype == jnp.float8_e8m0fnu:
-        return _saturated(_divided_by_blocks(x, scales), dtype)
-    return _saturated(x.astype(jnp.float32) * (1.0 / scales), dtype)
-
-
-def _saturated(x, dtype):
+        quotients = _divided_by_blocks(x, scales)
+    else:
+        quotients = x.astype(jnp.float32) * (1.0 / scales)
     largest = float(jnp.finfo(dtype).max)
-    x = jnp.clip(x, -largest, largest)
-    # Under `jax.export`, a size may be symbolic, and cannot be compared with a number.
-    if not isinstance(x.size, int) or x.size < _LEAST_ADDITIONS:
-        return x.astype(dtype)
-    return lax.platform_dependent(
-        x,
-        cpu=functools.partial(_rounded_by_addition, dtype=dtype),
-        default=lambda x: x.astype(dtype),
-    )
-
-
-def _rounded_by_addition(x, dtype):
-    """Returns `x.astype(dtype)`, three times as fast as XLA:CPU's conversion.
-
-    If |x| is added to 2^23 times the distance of the FP8 numbers around it, the f32 sum
-    is rounded to a multiple of this distance, which its last bits contain.
-    """
-    info = jnp.finfo(dtype)
-    shift = _SIGNIFICAND_BITS - info.nmant
-    least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The exponent of |x| or of the smallest normal FP8 number, whichever is larger.
-    exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
-    addend = exponent + (shift << _SIGNIFICAND_BITS)
-    sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
-    multiple = lax.bitcast_convert_type(sums, jnp.int32) - addend
-    magnitude = ((exponent - least_exponent) >> shift) + multiple
-    nan = int(np.array(np.nan, dtype).view(np.uint8))
-    magnitude = jnp.where(jnp.isnan(x), nan, magnitude)
-    sign = lax.shift_right_logical(bits, 24) & 0x80
-    values = (magnitude | sign).astype(jnp.uint8)
-    return lax.bitcast_convert_type(values, dtype)
+    return jnp.clip(quotients, -largest, largest).astype(dtype)
 
 
 def _divided_by_blocks(x, scales):
@@ -370,16 +332,24 @@ def row_scales(amax: jax.Array, dtype, least: float = _ROW_EPSILON) -> jax.Array
     return jnp.where(jnp.isfinite(amax), scales, 1.0)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "dtype", "margin"), inline=True)
-def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
-    """Returns one scale per block of 32 values along `axis`, as float8_e8m0fnu.
+@functools.partial(jax.jit, static_argnames="axis", inline=True)
+def amax_of_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the largest |x| of each block of 32 values along `axis`, in f32.
 
-    An amax of zero gives 2^-127, an infinite one 2^127, and NaN gives NaN.
+    It is NaN if there is a NaN.
     """
     axis %= x.ndim
     num_blocks = x.shape[axis] // MXFP8_BLOCK
     blocks = x.reshape(*x.shape[:axis], num_blocks, MXFP8_BLOCK, *x.shape[axis + 1 :])
-    amax = _largest_absolute_values(blocks, axis + 1)
+    return _largest_absolute_values(blocks, axis + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "margin"), inline=True)
+def block_scales(amax: jax.Array, dtype, margin: int = 0) -> jax.Array:
+    """Returns the scale of each block, as float8_e8m0fnu, from the largest |x| there.
+
+    An amax of zero gives 2^-127, an infinite one 2^127, and NaN gives NaN.
+    """
     exponents = _exponents_above(amax, dtype) + margin
     bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
     # An infinite amax gets the largest exponent, and a zero amax the smallest.
@@ -429,7 +399,7 @@ def converted(
     """
     x = reference.dequantize(values, scales)
     if scales.dtype == jnp.float8_e8m0fnu:
-        scales = block_scales(x, axis, values.dtype)
+        scales = block_scales(amax_of_blocks(x, axis), values.dtype)
     else:
         scales = row_scales(amax_of(x, (axis,)), values.dtype)
     return cast(x, scales, values.dtype), scales

@@ -2,20 +2,10 @@
 
 #include <vector>
 
+#include "each_isa.h"
 #include "fp8_codes.h"
-#include "gemm/cpu/isa.h"
 
 namespace jax_ub {
-
-template <typename Function>
-void ForEachIsa(const Function& function) {
-  const std::string_view in_use = CurrentIsa();
-  for (std::string_view isa : AvailableIsas()) {
-    SetIsa(isa);
-    function(IsaInUse());
-  }
-  SetIsa(in_use);
-}
 
 TEST(every_fp8_code_and_product_is_exact) {
   ForEachIsa([](const Isa& isa) {

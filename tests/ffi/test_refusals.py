@@ -65,3 +65,39 @@ def test_a_result_of_another_size_is_refused_before_it_is_written():
     text = re.escape("y is f32[2, 5], expected f32[2, 4]")
     with pytest.raises(jax.errors.JaxRuntimeError, match=text):
         matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), result)
+
+
+CAST = {"groups": 1, "rows": 1, "columns": 6, "per_column": 0}
+
+
+def cast(x, scales, dtype=jnp.float8_e4m3fn, **changes):
+    cpu_engine.register_targets()
+    attributes = {k: np.int64(v) for k, v in (CAST | changes).items() if v is not None}
+    call = jax.ffi.ffi_call("jax_ub.cast", jax.ShapeDtypeStruct(x.shape, dtype))
+    return jax.block_until_ready(
+        jax.jit(lambda a, b: call(a, b, **attributes))(x, scales)
+    )
+
+
+def test_a_cast_with_right_attributes_runs():
+    found = cast(jnp.full((2, 3), 6.0), jnp.full((1, 1), 2.0))
+    np.testing.assert_array_equal(found.astype("float32"), jnp.full((2, 3), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("operands", "changes", "text"),
+    [
+        ({}, {"groups": 2}, "the scales do not match the elements"),
+        ({}, {"per_column": 1}, "the scales do not match the elements"),
+        ({"scales": jnp.ones((2, 1))}, {}, "the scales do not match the elements"),
+        ({}, {"rows": None}, "an attribute of the scales is missing"),
+        ({"x": jnp.ones((2, 3), jnp.int32)}, {}, "none of f32, bf16, f16"),
+        ({"x": jnp.ones((2, 3), jnp.float8_e5m2)}, {}, "none of f32, bf16 and f16"),
+        ({"scales": jnp.ones((1, 1), "bfloat16")}, {}, "neither f32 nor e8m0"),
+        ({"dtype": jnp.float32}, {}, "the result is not FP8"),
+    ],
+)
+def test_wrong_casts_are_refused(operands, changes, text):
+    operands = {"x": jnp.ones((2, 3)), "scales": jnp.ones((1, 1))} | operands
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+        cast(**operands, **changes)

@@ -293,8 +293,8 @@ def test_kernels_may_be_quantized_already(recipe, fused, quantizes_x):
 def casts_of_kernels(function, *operands):
     """Returns how many kernels `[64, 64]` a function converts to FP8."""
     return sum(
-        equation.primitive is jax.lax.convert_element_type_p
-        and equation.params["new_dtype"] == jnp.float8_e4m3fn
+        equation.primitive.name == "jax_ub_cast"
+        and equation.params["dtype"] == jnp.float8_e4m3fn
         and equation.outvars[0].aval.shape == (64, 64)
         for equation in equations(function, *operands)
     )

@@ -131,7 +131,7 @@ def test_kernels_are_quantized_once_for_all_microbatches():
     assert_equal(gradient, expected)
     text = str(jax.make_jaxpr(jax.grad(step))(w, xs))
     # w is quantized in front of the scan over the microbatches, x in it.
-    conversion = r"f8_e4m3fn\[(\S+)\]\S* = convert_element_type"
+    conversion = r"f8_e4m3fn\[(\S+)\]\S* = jax_ub_cast"
     assert re.findall(conversion, text[: text.index("scan[")]) == ["64,8"]
     assert re.findall(conversion, text[text.index("scan[") :]) == ["8,64"]
 

@@ -4,6 +4,7 @@
 
 #include "gemm/cpu/kernels.h"
 #include "gemm/cpu/pack_kernel.h"
+#include "gemm/cpu/quantize_kernel.h"
 #include "gemm/cpu/small_m_kernel.h"
 #include "gemm/cpu/sum_kernel.h"
 #include "gemm/cpu/tile_kernel.h"
@@ -62,6 +63,18 @@ constexpr void AddSmallM(KernelSet& set) {
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
+// Adds the kernels that quantize the dtypes of results to FP8.
+constexpr void AddQuantization(KernelSet& set) {
+  ForEachDType([&]<DType kFrom>() {
+    if constexpr (InfoOf(kFrom).is_result) {
+      const int from = static_cast<int>(kFrom);
+      set.amax[from] = Amax<kFrom>;
+      set.cast[from][static_cast<int>(DType::kE4M3)] = Cast<kFrom, DType::kE4M3>;
+      set.cast[from][static_cast<int>(DType::kE5M2)] = Cast<kFrom, DType::kE5M2>;
+    }
+  });
+}
+
 // Returns the kernel set of an instruction set whose tile kernels multiply f32.
 // `Words<dtype>` converts elements to f32 while they are packed.
 template <int kRows, int kVectors, template <DType> typename Words = Widened>
@@ -89,6 +102,7 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   set.scale = ScaleF32;
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
+  AddQuantization(set);
   return set;
 }
 

@@ -129,6 +129,26 @@ using ScaleFunction = void (*)(void* words,
                                const float* low,
                                const float* high);
 
+// Number of elements that the kernels of quantization process at a time.
+inline constexpr int kQuantizeBlock = 32;
+
+// Computes out[i] = round(from[i] * first[i] * second[i]), where `round` clips to the
+// largest number of an FP8 dtype and then rounds to nearest even. A NaN stays a NaN.
+// Without `per_element`, first[0] and second[0] belong to all elements. Otherwise, both
+// arrays are padded to a multiple of kQuantizeBlock elements.
+using CastFunction = void (*)(const void* from,
+                              int64_t count,
+                              const float* first,
+                              const float* second,
+                              bool per_element,
+                              uint8_t* out);
+
+// Computes maxima[i] = max(maxima[i], min(|from[i]|, limit)). Without `per_element`,
+// maxima[0] belongs to all elements. The maxima and the limit are the bits of f32
+// numbers, which are compared as integers, so that a NaN is larger than an infinity.
+using AmaxFunction = void (*)(
+    const void* from, int64_t count, bool per_element, int32_t limit, int32_t* maxima);
+
 // The kernels for products with few rows of A, indexed by the dtype of B. An entry is
 // null where tile kernels are faster.
 struct SmallMKernels {
@@ -166,6 +186,8 @@ struct KernelSet {
   ScaleFunction scale;                // of packed words
   SmallMKernels small_m[kMaxSmallM];  // [rows - 1]
   SumFunction sum;
+  CastFunction cast[kNumDTypes][kNumDTypes];  // [from][to]; null unless `to` is FP8
+  AmaxFunction amax[kNumDTypes];              // null for FP8
   void (*begin)();  // a thread calls it before its first tile; may be null
   void (*end)();    // a thread calls it after its last tile; may be null
 };

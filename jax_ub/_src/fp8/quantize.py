@@ -38,13 +38,12 @@ from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.collectives import all_reduce_max
+from jax_ub._src.primitives.quantization import amax_of, amax_of_blocks, cast
 from jax_ub._src.runtime import settings
 from jax_ub._src.scaled_array import (
     MXFP8_BLOCK,
     ScaledArray,
-    amax_of,
     block_scales,
-    cast,
     is_scaled,
     row_scales,
 )
@@ -162,15 +161,15 @@ def quantize_layer(
             axes = ()
         qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
         return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w, axes) for w in ws)
-    maxima = [_maximum_over(axes, _amax_of_all(ws))] if ws else []
+    maxima = [_maximum_over(axes, _amax_of_all(ranks, ws))] if ws else []
     if xs:
-        maxima.append(_amax_of_all(xs))
+        maxima.append(_amax_of_all(ranks, xs))
     amax = _agreed_maxima(ranks, maxima)
     if xs:
         scale_of_x = current_scale(amax[-1], recipe, INPUT)
-        x = _cast(recipe, INPUT, x, _like(scale_of_x, x))
+        x = _cast(ranks, recipe, INPUT, x, _like(scale_of_x, x))
     scale_of_ws = current_scale(amax[0], recipe, KERNEL)
-    return x, tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
+    return x, tuple(_cast(ranks, recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
 
 
 def quantize_arrays(
@@ -194,14 +193,14 @@ def quantize_arrays(
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
         return arrays, dict(zip(names, _new_state(ranks.label, *saved), strict=True))
     if isinstance(recipe, Float8CurrentScaling):
-        amax = _agreed(ranks, _amax_of_all(xs))
+        amax = _agreed(ranks, _amax_of_all(ranks, xs))
         scale = current_scale(amax, recipe, role).reshape(())
         scales = [scale] * len(xs)
     else:
         scales = [_scales(ranks, recipe, role, x) for x in xs]
     dtype = recipe.fp8_format.dtype(role)
     pairs = zip(xs, scales, strict=True)
-    return tuple(ScaledArray(cast(x, s, dtype), s) for x, s in pairs), None
+    return tuple(ScaledArray(cast(ranks, x, s, dtype), s) for x, s in pairs), None
 
 
 def _like(scale, x):
@@ -209,18 +208,18 @@ def _like(scale, x):
 
 
 def _quantized(ranks, recipe, role, x, axes=()):
-    scales = _scales(ranks, recipe, role, lax.stop_gradient(x), axes)
-    return _cast(recipe, role, x, scales)
+    scales = _scales(ranks, recipe, role, x, axes)
+    return _cast(ranks, recipe, role, x, scales)
 
 
-def _cast(recipe, role, x, scales):
+def _cast(ranks, recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
-    return ScaledArray(cast(lax.stop_gradient(x), scales, dtype), scales, x)
+    return ScaledArray(cast(ranks, x, scales, dtype), scales, x)
 
 
-def _amax_of_all(xs):
+def _amax_of_all(ranks, xs):
     """Returns the largest absolute value in several arrays, as an f32 scalar."""
-    maxima = [amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
+    maxima = [amax_of(ranks, x).reshape(()) for x in xs]
     return functools.reduce(
         jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
     )
@@ -255,10 +254,10 @@ def _scales(ranks, recipe, role, x, axes=()):
                 f"{ranks.label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, "
                 f"which MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
-        return block_scales(x, axis, dtype, recipe.margin)
+        return block_scales(amax_of_blocks(ranks, x, axis), dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return row_scales(_maximum_over(axes, amax_of(x, (axis,))), dtype)
-    amax = _agreed(ranks, amax_of(x))
+        return row_scales(_maximum_over(axes, amax_of(ranks, x, (axis,))), dtype)
+    amax = _agreed(ranks, amax_of(ranks, x))
     return current_scale(amax, recipe, role)
 
 
@@ -330,8 +329,8 @@ def _delayed(ranks, recipe, role, axes, xs, scale, history):
     further += tuple(axis for axis in axes if axis not in further)
     scale = updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
-    values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
-    amax = _amax_of_all(xs)
+    values = tuple(cast(ranks, x, _like(scale, x), dtype) for x in xs)
+    amax = _amax_of_all(ranks, xs)
     # XLA reduces the amax, not the engine. Only the next step reads the amax, so XLA
     # can combine the reductions for all tensors and layers in one collective.
     amax = _maximum_over((*_varying_axes(ranks, amax), *further), amax)
@@ -422,10 +421,12 @@ def quantize_params(
         checks.check_not_empty(op, name, leaves[i])
     if names and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
         ranks = ranks_of(op, axis_name)
-        maxima = _agreed_maxima(ranks, [_amax_of_all((leaves[i],)) for i in names])
+        maxima = _agreed_maxima(
+            ranks, [_amax_of_all(ranks, (leaves[i],)) for i in names]
+        )
         scales = current_scale(maxima, recipe, KERNEL)
         for i, scale in zip(names, scales, strict=True):
-            leaves[i] = _cast(recipe, KERNEL, leaves[i], _like(scale, leaves[i]))
+            leaves[i] = _cast(ranks, recipe, KERNEL, leaves[i], _like(scale, leaves[i]))
     else:
         for i, name in names.items():
             ranks = ranks_of(f"{op}: {name}", None)

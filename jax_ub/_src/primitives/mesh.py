@@ -140,6 +140,17 @@ def is_fully_manual(axes: tuple[str, ...]) -> bool:
     return are_manual(axes) and not _automatic_axes(mesh, mesh.manual_axes)
 
 
+def has_local_arrays(ctx: mlir.LoweringRuleContext) -> bool:
+    """Returns whether the operands of a lowering are whole arrays on one device.
+
+    XLA then does not partition them over devices.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        return not _automatic_axes(context.mesh, context.manual_axes)
+    return getattr(context, "num_devices", None) == 1
+
+
 def check_manual(label: str, operands: Sequence[jax.core.ShapedArray]) -> None:
     """Raises an error in a `shard_map` that is manual over only some mesh axes.
 

@@ -25,13 +25,12 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
 from jax_ub._src.primitives import collectives, matmuls, vma
 from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.quantization import amax_of, cast
 from jax_ub._src.primitives.scales import Operand, packed, unpacked
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.vjp import mapped_together, whole_kernels
 from jax_ub._src.scaled_array import (
     ScaledArray,
-    amax_of,
-    cast,
     is_scaled,
     map_scaled,
     row_scales,
@@ -225,7 +224,7 @@ def _scatter_of(execution, x):
 def _scatter_fp8(execution, x, *, out_dtype):
     """Reduce-scatters x: an all-to-all sends rows as FP8, which are added in f32."""
     with lowering_log.falling_back(execution.label, BY_ALL_TO_ALL):
-        quantized = _quantized(x)
+        quantized = _quantized(execution, x)
         rows, _ = packed(quantized)
         sent = lax.bitcast_convert_type(rows, jnp.uint8).reshape(
             *x.shape[:-2], execution.num_ranks, -1, rows.shape[-1]
@@ -284,13 +283,13 @@ def _as_sent(execution: Execution, x: Operand) -> Operand:
     """Returns x as an all-gather sends it: quantized to FP8 if so configured."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
-    return _quantized(x)
+    return _quantized(execution, x)
 
 
-def _quantized(x):
+def _quantized(execution, x):
     dtype = jnp.float8_e4m3fn
-    scales = row_scales(amax_of(x, (-1,)), dtype, least=_LEAST_SENT)
-    return ScaledArray(cast(x, scales, dtype), scales)
+    scales = row_scales(amax_of(execution, x, (-1,)), dtype, least=_LEAST_SENT)
+    return ScaledArray(cast(execution, x, scales, dtype), scales)
 
 
 def _widened(x: Operand, gathered: Any) -> Any:

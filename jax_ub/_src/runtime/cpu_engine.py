@@ -141,7 +141,7 @@ def register_targets() -> None:
     jax.ffi.register_ffi_type(
         "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
     )
-    for name, handlers in cpu.targets().items():
+    for name, handlers in (cpu.targets() | cpu.quantize_targets()).items():
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 
