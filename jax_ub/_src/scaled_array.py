@@ -28,9 +28,6 @@ _ROW_EPSILON = 1e-12
 # is the significand of 1.75: in both FP8 formats, the largest number is 1.75 times a
 # power of two.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
-# Size of the groups in which `amax_of` compares elements as integers. The maxima of the
-# groups are then compared as f32.
-_AMAX_GROUP = 32
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -261,44 +258,20 @@ def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
     """
-    candidates = axes or range(-min(x.ndim, 2), 0)
-    axis = next((axis for axis in candidates if _is_divisible(x.shape[axis])), None)
-    if axis is None:
-        maxima = jnp.abs(x).astype(jnp.float32)
-    else:
-        maxima = _largest_absolute_values(*_groups(x, axis % x.ndim))
-    maxima = jnp.where(jnp.isnan(maxima), jnp.inf, maxima)
-    return jnp.max(maxima, axis=axes, keepdims=True)
+    amax = _largest_absolute_values(x, axes)
+    return jnp.where(jnp.isnan(amax), jnp.inf, amax)
 
 
-def _is_divisible(size):
-    # Under `jax.export`, a size may be symbolic, and its divisors are then unknown.
-    return isinstance(size, int) and size % _AMAX_GROUP == 0
+def _largest_absolute_values(x, axes):
+    """Returns the maxima of |x| over axes, in f32. NaNs in x result in NaN.
 
-
-def _groups(x, axis):
-    """Splits an axis into groups. Returns the array, and the axis within a group.
-
-    The axis within the groups is not the last axis, along which XLA:CPU uses no vector
-    instructions.
-    """
-    num_groups = x.shape[axis] // _AMAX_GROUP
-    is_last = axis == x.ndim - 1
-    sizes = (_AMAX_GROUP, num_groups) if is_last else (num_groups, _AMAX_GROUP)
-    groups = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
-    return groups, axis if is_last else axis + 1
-
-
-def _largest_absolute_values(x, axis):
-    """Returns the maxima of |x| along an axis, in f32. NaNs in x result in NaN.
-
-    The bits are compared as integers, which have the same order as the numbers |x|.
-    XLA:CPU's maximum of floating-point numbers drops NaNs in some arrays of at least
-    4096 elements, and its maximum over a short axis takes twice as long as this one.
+    The bits are compared as integers, which have the same order as the numbers |x|,
+    because XLA:CPU's maximum of floating-point numbers drops NaNs in some arrays of at
+    least 4096 elements.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
-    largest = lax.bitcast_convert_type(jnp.max(bits, axis=axis), x.dtype)
-    return largest.astype(jnp.float32)
+    largest = jnp.max(bits, axis=axes, keepdims=True)
+    return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
@@ -341,7 +314,7 @@ def amax_of_blocks(x: jax.Array, axis: int) -> jax.Array:
     axis %= x.ndim
     num_blocks = x.shape[axis] // MXFP8_BLOCK
     blocks = x.reshape(*x.shape[:axis], num_blocks, MXFP8_BLOCK, *x.shape[axis + 1 :])
-    return _largest_absolute_values(blocks, axis + 1)
+    return jnp.squeeze(_largest_absolute_values(blocks, axis + 1), axis + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"), inline=True)
