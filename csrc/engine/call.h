@@ -117,9 +117,8 @@ struct RankCall {
   // Scales of the GEMM operands, in the order of the operands. Empty unless
   // CallAttributes::has_scales. An operand that is not FP8 has scale 1.
   //
-  // Without has_row_scales, each operand has one f32 scale. All x_i have the same
-  // scale, and all w_i have the same scale. The scale of a tensor that is gathered or
-  // contracted over ranks is equal on all of them.
+  // Without has_row_scales, each operand has one f32 scale. The scale of a tensor that
+  // is gathered or contracted over ranks is equal on all of them.
   //
   // With has_row_scales, an activation has an f32 scale per row, or an e8m0 scale per
   // block of 32 features. A kernel has an f32 scale per row, per column or for all of

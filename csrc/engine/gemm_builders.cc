@@ -10,7 +10,8 @@ using Calls = std::vector<RankCall>;
 
 // Multiplies the sums of a GEMM by the FP8 scales of x_i and w_i. The GEMM sums x_i w_i
 // over the operand pairs i of all calls. Its segments along K are indexed [call][pair].
-// first_row(i) returns the row of x, counted through all batch elements, at which row
+// The scales of several pairs may differ. Without row scales, all ranks have the same
+// scales, so a single pair has one factor for all segments. first_row(i) returns the row of x, counted through all batch elements, at which row
 // segment i of the result begins.
 template <typename FirstRow>
 void AddFactorsOfPairs(const CallAttributes& at,
@@ -19,7 +20,8 @@ void AddFactorsOfPairs(const CallAttributes& at,
                        const FirstRow& first_row,
                        GemmProblem& problem) {
   const int n = at.num_kernels;
-  const int num_parts = at.has_row_scales ? static_cast<int>(calls.size()) * n : 1;
+  const bool may_differ = at.has_row_scales || n > 1;
+  const int num_parts = may_differ ? static_cast<int>(calls.size()) * n : 1;
   AddFactors(
       at, num_parts,
       [&](int part, size_t i) {

@@ -117,9 +117,11 @@ inline ScaledCalls MakeScaledCalls(const CallAttributes& at,
         scales = {DType::kE8M0, of.batch, of.rows, of.features, nullptr};
         (is_along_rows ? scales.features : scales.rows) /= 32;
       }
-      const float tensor_scale = kind != ScaleKind::kTensor ? 0
-                                 : i < first_kernel         ? 0.5f
-                                                            : 2.0f;
+      // Each pair (x_i, w_i) and each gradient dy_i has a different scale per tensor.
+      const bool has_one = kind == ScaleKind::kTensor;
+      const auto pair = static_cast<int>(is_kernel ? i - first_kernel : i);
+      const float tensor_scale =
+          has_one ? std::ldexp(is_kernel ? 4.0f : 0.5f, pair) : 0;
       AddScaled(of, scales, tensor_scale, arrays, call);
     }
     call.operands.insert(call.operands.end(), wide.operands.begin() + num_factors,

@@ -111,6 +111,30 @@ def test_only_scales_that_differ_are_scales_of_the_ranks(axis_name):
     assert ("has_row_scales = 1" in line) == (axis_name is None)
 
 
+def both_products(x, w1, w2):
+    return jnp.stack([plain(x, w, 0.0) for w in (w1, w2)])
+
+
+@covering(num_ranks=[1, 2], is_layer_quantized=[True, False], method=METHODS)
+def test_the_gradient_of_x_has_the_scale_of_each_kernel(
+    num_ranks, is_layer_quantized, method
+):
+    # The ranks have agreed on the scales, so that each kernel has one for all ranks.
+    recipe = RECIPES["current"]
+
+    def layer(x, w1, w2):
+        options = {"axis_name": "tp", "method": method}
+        q, *ws = quantized(recipe, x, w1, w2)
+        if is_layer_quantized:
+            q, options["fp8"] = x, recipe
+        return jnp.stack(ub.all_gather_matmul(q, tuple(ws), **options))
+
+    specs = ROWS, COLUMNS, COLUMNS
+    function = on_ranks(layer, tp_mesh(num_ranks), specs, P(None, None, "tp"))
+    x, w, _ = exact_operands()
+    assert_exact(function, (x, w, 16 * integers(3, w.shape)), both_products)
+
+
 HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
 
 
@@ -134,9 +158,6 @@ def test_kernels_with_different_scales_or_formats_share_a_gather(second, role):
     # Powers of two are exact in e5m2, too.
     values = x, w, np.sign(integers(3, w.shape))
 
-    def wanted(x, w1, w2):
-        return jnp.stack([plain(x, w, 0.0) for w in (w1, w2)])
-
-    text = assert_exact(function, values, wanted)
+    text = assert_exact(function, values, both_products)
     dgrad = next(line for line in call_lines(text) if "matmul_reduce_scatter" in line)
     assert "f8e" not in dgrad

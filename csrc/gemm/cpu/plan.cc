@@ -29,6 +29,26 @@ GemmBlocking BlockingFor(const GemmProblem& problem,
              : ChooseBlocking(problem, kernels, num_workers);
 }
 
+// Replaces the factors of segments along K by factors of the whole sums, if all segments
+// have the same factor. One multiplication of each sum is then enough, and the blocks of
+// K may contain several segments.
+void MergeEqualFactors(GemmProblem& problem) {
+  if (!problem.has_factors_by_k) return;
+  const size_t num_parts = problem.a.inner_bounds.size() - 1;
+  for (const FactorView& factor : problem.factors) {
+    const size_t num_segments = factor.segments.size() / num_parts;
+    for (size_t i = 0; i < factor.segments.size(); ++i) {
+      const FactorSegment& segment = factor.segments[i];
+      const FactorSegment& first = factor.segments[i % num_segments];
+      if (!segment.is_one() || *segment.data != *first.data) return;
+    }
+  }
+  for (FactorView& factor : problem.factors) {
+    factor.segments.resize(factor.segments.size() / num_parts);
+  }
+  problem.has_factors_by_k = false;
+}
+
 }  // namespace
 
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers) {
@@ -45,6 +65,7 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {
   CheckProblem(problem);
+  MergeEqualFactors(problem);
   if (SmallMPlan::Supports(problem, kernels)) {
     return std::make_unique<SmallMPlan>(std::move(problem), kernels, workers.num);
   }

@@ -152,9 +152,8 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Args:
         kind: the class of the call.
         execution: ranks, method and label.
-        xs: activations, `[..., m, K_i]` each. If FP8 x_i have one scale per tensor, it
-            must be the same.
-        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`; likewise.
+        xs: activations, `[..., m, K_i]` each.
+        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`.
         bias: `[N]`, or None.
         residual: addend of the result's shape, or None.
         rhs_transposed: whether the kernels are stored transposed.

@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -337,7 +338,12 @@ class GpuCalls {
     return {DType::kF32, 1, 1, of.features, nullptr};
   }
   // Returns the (smallest) scale of an FP8 operand. The product of two of them is not 1.
-  float ScaleOfOperand(size_t i) const { return i < NumFirstFactors() ? 0.5f : 4.0f; }
+  // Each pair (x_i, w_i) and each gradient dy_i has a different scale.
+  float ScaleOfOperand(size_t i) const {
+    const size_t n = NumFirstFactors();
+    return i < n ? std::ldexp(0.5f, static_cast<int>(i))
+                 : std::ldexp(4.0f, static_cast<int>(i - n));
+  }
 
   static std::vector<int> OrdinalsOf(const CallAttributes& at,
                                      const Placement& placement) {
