@@ -13,7 +13,7 @@ from jax import export, lax
 from jax.typing import DTypeLike
 
 from jax_ub._src import dtypes, reference
-from jax_ub._src.checks import dtype_of, is_array
+from jax_ub._src.checks import check_array, dtype_of, is_array
 from jax_ub._src.errors import ShapeContractError, shown
 
 # Block size of MXFP8: the number of consecutive values along the contracted dimension
@@ -62,9 +62,8 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # Only arrays are checked, since JAX also creates this pytree with other leaves,
-        # such as partition specs.
-        if is_array(self.values) and is_array(self.scales):
+        # Other leaves, such as partition specs, are not checked.
+        if is_array(self.values) or is_array(self.scales):
             _check(self.values, self.scales, self.source)
 
     def tree_flatten_with_keys(self):
@@ -115,13 +114,13 @@ class ScaledArray:
         Raises:
             ShapeContractError: if `dtype` is not a result dtype.
         """
-        dtype = self.wide_dtype if dtype is None else dtype_of(dtype)
-        if dtype not in dtypes.RESULTS:
+        found = self.wide_dtype if dtype is None else dtype_of(dtype)
+        if found not in dtypes.RESULTS:
             raise ShapeContractError(
                 f"ScaledArray.dequantize: dtype = {shown(dtype)} is not a result. "
                 f"Use {dtypes.listed(dtypes.RESULTS)}."
             )
-        return reference.dequantize(self.values, self.scales, dtype)
+        return reference.dequantize(self.values, self.scales, found)
 
     @property
     def wide_dtype(self) -> np.dtype:
@@ -191,6 +190,8 @@ def values_of(operand: Any) -> Any:
 
 
 def _check(values, scales, source):
+    check_array(_OP, "values", values)
+    check_array(_OP, "scales", scales)
     if values.dtype not in dtypes.FP8:
         raise ShapeContractError(
             f"{_OP}: values is {values.dtype}, which is none of "

@@ -184,6 +184,10 @@ def test_wrong_values_and_sources_are_rejected():
         ub.ScaledArray(jnp.ones((4, 4)), one)
     with pytest.raises(error, match="float8_e4m3fnuz, which is none of .*float8_e5m2"):
         ub.ScaledArray(jnp.ones((4, 4), "float8_e4m3fnuz"), one)
+    with pytest.raises(error, match="scales is of type float, but the op takes an ar"):
+        ub.ScaledArray(values(4, 4), 1.0)
+    with pytest.raises(error, match="values is of type list, but the op takes an arr"):
+        ub.ScaledArray([1.0], one)
     with pytest.raises(error, match=r"source is \(4, 5\) for values \(4, 4\)"):
         ub.ScaledArray(values(4, 4), one, jnp.ones((4, 5)))
     with pytest.raises(error, match="source is int32, but it receives a gradient"):
@@ -192,6 +196,8 @@ def test_wrong_values_and_sources_are_rejected():
         error, match="ScaledArray.dequantize: dtype = .*int8.* not a res"
     ):
         ub.ScaledArray(values(4, 4), one).dequantize(jnp.int8)
+    with pytest.raises(error, match="ScaledArray.dequantize: dtype = 'int9' is not a"):
+        ub.ScaledArray(values(4, 4), one).dequantize("int9")
 
 
 def random_values(rng, shape, dtype):

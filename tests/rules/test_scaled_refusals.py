@@ -72,6 +72,17 @@ WRONG = {
         scaled((2, 64, 8)),
     ),
     "rank": (r"x has shape \(64,\), but the op takes", scaled((64,)), W),
+    "scales that are no array": (
+        "w.scales is of type NoneType, but the op takes an array",
+        X,
+        jax.tree.map(lambda array: array if array.ndim else None, W),
+    ),
+    "a recipe for an FP8 x": (
+        "x is FP8 already, but fp8 = Float8CurrentScaling quantizes it. Leave out fp8",
+        X,
+        WIDE,
+        {"fp8": RECIPES["current"]},
+    ),
 }
 
 
@@ -142,6 +153,12 @@ WRONG_LOCAL = {
         "dy and w are both float8_e5m2, which no device multiplies. Make one of them",
         scaled((8, 8), dtype=E5M2),
         scaled((64, 8), dtype=E5M2),
+    ),
+    "no kernel": (
+        ShapeContractError,
+        r"w has shape \(8,\), but a kernel is \[in, out\]",
+        ONE,
+        scaled((8,)),
     ),
     "blocks": (
         UnsupportedOverlapError,

@@ -62,6 +62,7 @@ def dgrad_add(
     is_fp8 = have_scales(op, dy=dy, w=w)
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
+        shapes.check_kernel(op, "w", w)
         _check_scales(op, dy=dy, w=w)
         dy, w = map_scaled(with_scalar_scale, (dy, w))
     else:

@@ -21,7 +21,13 @@ from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.claims import claim
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled, values_of
+from jax_ub._src.scaled_array import (
+    MXFP8_BLOCK,
+    ScaledArray,
+    is_scaled,
+    source_of,
+    values_of,
+)
 
 
 def as_tuple(
@@ -63,10 +69,10 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
     )
     for i, w in enumerate(ws):
         kernel = config.kernel(values_of(w))
-        if is_scaled(x):
+        if is_scaled(x) and is_scaled(w):
             check_scaled(config, x, w)
-        elif is_scaled(w):  # a recipe quantizes x; then both are checked
-            shapes.check_float(label, x=x)
+        elif is_scaled(x) or is_scaled(w):  # `scaled.quantized` checks both together
+            shapes.check_float(label, **({"w": w} if is_scaled(x) else {"x": x}))
             shapes.check_kernel(label, "w", kernel)
         else:
             shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
@@ -134,6 +140,9 @@ def as_row(x: Any) -> Any:
 def have_scales(label: str, **operands: Any) -> bool:
     """Returns whether all operands of a GEMM are FP8; raises if only some are."""
     for name, operand in operands.items():
+        if is_scaled(operand):  # `jax.tree.map` may have replaced its arrays
+            shapes.check_array(label, name, operand.values)
+            shapes.check_array(label, f"{name}.scales", operand.scales)
         if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
             raise ShapeContractError(
                 f"{label}: {name} is {operand.dtype} without scales. Pass ub.quantize("
@@ -164,7 +173,7 @@ def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
     """
     if not is_scaled(x):
         return x.dtype
-    sources = [operand.source for operand in (x, *ws) if operand.source is not None]
+    sources = [source for source in map(source_of, (x, *ws)) if source is not None]
     return sources[0].dtype if sources else jnp.dtype(jnp.bfloat16)
 
 
