@@ -115,22 +115,22 @@ def both_products(x, w1, w2):
     return jnp.stack([plain(x, w, 0.0) for w in (w1, w2)])
 
 
-@covering(num_ranks=[1, 2], is_layer_quantized=[True, False], method=METHODS)
+@covering(num_ranks=[1, 2], is_layer_quantized=[True, False], method=[*METHODS, "bulk"])
 def test_the_gradient_of_x_has_the_scale_of_each_kernel(
     num_ranks, is_layer_quantized, method
 ):
     # The ranks have agreed on the scales, so that each kernel has one for all ranks.
-    recipe = RECIPES["current"]
+    recipe, mesh = RECIPES["current"], tp_mesh(num_ranks)
+    options = {"axis_name": "tp", **by_method(method, mesh)}
 
     def layer(x, w1, w2):
-        options = {"axis_name": "tp", "method": method}
         q, *ws = quantized(recipe, x, w1, w2)
         if is_layer_quantized:
             q, options["fp8"] = x, recipe
         return jnp.stack(ub.all_gather_matmul(q, tuple(ws), **options))
 
     specs = ROWS, COLUMNS, COLUMNS
-    function = on_ranks(layer, tp_mesh(num_ranks), specs, P(None, None, "tp"))
+    function = on_ranks(layer, mesh, specs, P(None, None, "tp"))
     x, w, _ = exact_operands()
     assert_exact(function, (x, w, 16 * integers(3, w.shape)), both_products)
 
