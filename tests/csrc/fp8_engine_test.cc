@@ -44,7 +44,7 @@ void CheckIsExact(const CallAttributes& at,
 TEST(EveryOpOfFp8OperandsIsExact) {
   Engine& engine = NewEngine();
   int seed = 0;
-  for (int num_ranks : {1, 2, 3, 5}) {
+  for (int num_ranks : {1, 2, 3, 4, 5, 8}) {
     ForEachGemmCall(num_ranks, [&](const CallAttributes& like) {
       ForEachScaling(
           like, [&](const CallAttributes& at, ScaleKind kind, bool is_crossed) {
