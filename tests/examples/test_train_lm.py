@@ -184,6 +184,7 @@ DELAYED = ub.fp8.DelayedScaling(amax_history_len=16)
         (DELAYED, 4),
         (ROWWISE, 4),
         (ub.fp8.MXFP8BlockScaling(), 1),
+        pytest.param(ROWWISE, 1, marks=pytest.mark.matrix),
     ],
 )
 def test_fp8_recipes_train_as_well(text, reference, recipe, tp):
@@ -191,6 +192,16 @@ def test_fp8_recipes_train_as_well(text, reference, recipe, tp):
     found, _ = losses(twin, first_state(twin), text)
     assert found[-1] < found[0]
     np.testing.assert_allclose(found, reference, rtol=0.02)
+
+
+@pytest.mark.matrix
+def test_mxfp8_trains_as_well_on_four_ranks(text):
+    sizes = Sizes(d_model=128, d_ff=128, num_layers=1, num_heads=4)
+    wide = trainer(method="xla", tp=1, sizes=sizes)
+    mxfp8 = trainer(tp=4, sizes=sizes, fp8=ub.fp8.MXFP8BlockScaling())
+    wanted, found = (losses(run, first_state(run), text)[0] for run in (wide, mxfp8))
+    assert found[-1] < found[0]
+    np.testing.assert_allclose(found, wanted, rtol=0.02)
 
 
 def test_each_microbatch_updates_the_state_of_all_layers(text):
