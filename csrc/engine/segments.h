@@ -69,6 +69,8 @@ inline ScaleSegment ElementScales(const Tensor& scales,
   return {data, row_block, scales.features, feature_block, 1};
 }
 
+inline constexpr float kOne = 1;
+
 // Builds an OperandView, a GEMM operand that consists of segments in separate buffers.
 // The caller adds the sizes in the order of the segments, and appends the segments in
 // row-major order: [outer segment][inner segment].
@@ -86,23 +88,33 @@ class OperandSegments {
     view_.segments.push_back(
         {pointer.data, pointer.outer_stride, pointer.inner_stride});
   }
-  // Appends the scales of the segment that was appended last. Does nothing if the
-  // scales do not multiply elements (ScalesElements), or if `scales` is null. The
-  // segment begins at row `row` of batch element `batch` of `operand`.
+  // Appends the scales of the segment that was appended last. The scales are 1 if those
+  // of the segment do not multiply elements (ScalesElements). Does nothing if `scales`
+  // is null. The segment begins at row `row` of batch element `batch` of `operand`.
   void AppendScales(const CallAttributes& at,
                     const Tensor* scales,
                     const Tensor& operand,
                     int64_t batch,
                     int64_t row,
                     bool contracts_rows) {
-    if (scales == nullptr || !ScalesElements(at, *scales, contracts_rows)) return;
+    if (scales == nullptr) return;
+    if (!ScalesElements(at, *scales, contracts_rows)) {
+      view_.scales.push_back({reinterpret_cast<const std::byte*>(&kOne)});
+      return;
+    }
+    scales_elements_ = true;
     view_.scale_dtype = scales->dtype;
     view_.scales.push_back(ElementScales(*scales, operand, batch, row, contracts_rows));
   }
-  OperandView Take() { return std::move(view_); }
+  // Returns the operand, which has no scales if those of no segment multiply elements.
+  OperandView Take() {
+    if (!scales_elements_) view_.scales.clear();
+    return std::move(view_);
+  }
 
  private:
   OperandView view_;
+  bool scales_elements_ = false;
 };
 
 class ResultSegments {
@@ -139,8 +151,6 @@ inline GemmProblem Problem(float scale,
   problem.k = problem.a.inner_bounds.back();
   return problem;
 }
-
-inline constexpr float kOne = 1;
 
 // Returns the scales of an operand, from index `first` on, as factors of the sums of a
 // GEMM. If `is_of_rows`, the factors belong to the rows of the result, otherwise to its

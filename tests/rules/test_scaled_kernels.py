@@ -135,6 +135,34 @@ def test_the_gradient_of_x_has_the_scale_of_each_kernel(
     assert_exact(function, (x, w, 16 * integers(3, w.shape)), both_products)
 
 
+@covering(num_ranks=[1, 2], kinds=[("row", "row"), ("row", "current")])
+def test_kernels_with_one_scale_share_a_gather_with_kernels_of_several(
+    num_ranks, kinds
+):
+    # The scales of a kernel with one column are one scale. In the gradient of x, only
+    # the scales of several columns change along the contracted dimension.
+    recipes = [RECIPES[kind] for kind in kinds]
+    num_columns = 4, 1 if kinds == ("row", "row") else 4
+
+    def layer(x, *ws):
+        ws = (
+            ub.quantize(w, recipe, role="kernel", axis_name="tp")
+            for w, recipe in zip(ws, recipes, strict=True)
+        )
+        options = {"axis_name": "tp", "fp8": RECIPES["row"]}
+        return jnp.concatenate(ub.all_gather_matmul(x, tuple(ws), **options), 1)
+
+    def wanted(x, *ws):
+        ys = (jnp.split(plain(x, w, 0.0), num_ranks, 1) for w in ws)
+        return jnp.concatenate([y for pair in zip(*ys, strict=True) for y in pair], 1)
+
+    specs = ROWS, COLUMNS, COLUMNS
+    function = on_ranks(layer, tp_mesh(num_ranks), specs, COLUMNS)
+    x, *_ = exact_operands()
+    ws = (integers(i, (128, n * num_ranks)) for i, n in enumerate(num_columns))
+    assert_exact(function, (x, *ws), wanted)
+
+
 HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
 
 

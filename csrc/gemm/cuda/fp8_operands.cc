@@ -30,10 +30,14 @@ Fp8Copy::Kind KindOf(const OperandView& operand, bool transposes_fp8) {
   return is_read ? Fp8Copy::Kind::kNone : Fp8Copy::Kind::kTransposed;
 }
 
-// Returns whether a factor varies between rows or between columns of a segment.
+// Returns whether a factor varies between rows or between columns of any segment.
+bool HasVector(const FactorView& factor) {
+  return !std::ranges::all_of(factor.segments, &FactorSegment::is_one);
+}
+
+// Returns whether a factor varies between rows or between columns of every segment.
 bool IsVector(const FactorView& factor) {
-  return std::ranges::any_of(
-      factor.segments, [](const FactorSegment& segment) { return !segment.is_one(); });
+  return std::ranges::none_of(factor.segments, &FactorSegment::is_one);
 }
 
 bool IsAligned(const FactorSegment& segment) {
@@ -76,6 +80,9 @@ void CheckScales(const GemmProblem& problem) {
     const FactorView* factor;  // nullptr: none
     int64_t size;
 
+    bool has_vector() const {
+      return is_converted || (factor != nullptr && HasVector(*factor));
+    }
     bool is_vector() const {
       return is_converted || (factor != nullptr && IsVector(*factor));
     }
@@ -85,7 +92,7 @@ void CheckScales(const GemmProblem& problem) {
                          has_factors ? &problem.factors[0] : nullptr, problem.m},
                         {!problem.b.scales.empty(),
                          has_factors ? &problem.factors[1] : nullptr, problem.n}};
-  if (std::ranges::none_of(sides, &Side::is_vector)) return;
+  if (std::ranges::none_of(sides, &Side::has_vector)) return;
   for (const Side& side : sides) {
     if (!side.is_vector() && side.size > 1) {
       throw UnsupportedError(

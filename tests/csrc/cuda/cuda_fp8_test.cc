@@ -162,9 +162,16 @@ TEST(ScalesThatCuBlasLtCannotMultiplyAreRefusedBeforeACallIsCompiled) {
   GpuCalls calls(gpus, at, kSizes, DType::kE4M3, 1);
   RankCall mixed = calls.on_device(0);
   mixed.scales[1].features = 1;
-  CHECK_THROWS(
-      CudaEngine::WorkspaceBytes(at, mixed),
-      "row scales on GPUs need a scale for each row of x and each column of w");
+  const std::string text =
+      "row scales on GPUs need a scale for each row of x and each column of w";
+  CHECK_THROWS(CudaEngine::WorkspaceBytes(at, mixed), text);
+  // Only one of two kernels has a scale for each column.
+  at.num_kernels = 2;
+  GpuCalls pairs(gpus, at, kSizes, DType::kE4M3, 1);
+  mixed = pairs.on_device(0);
+  CudaEngine::WorkspaceBytes(at, mixed);
+  mixed.scales[2].features = 1;
+  CHECK_THROWS(CudaEngine::WorkspaceBytes(at, mixed), text);
 }
 
 TEST(OperandsWithoutWholeBlocksAreRefusedBeforeACallIsCompiled) {
