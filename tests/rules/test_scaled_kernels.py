@@ -163,6 +163,22 @@ def test_kernels_with_one_scale_share_a_gather_with_kernels_of_several(
     assert_exact(function, (x, *ws), wanted)
 
 
+@pytest.mark.parametrize("method", ["direct", "ring_exchange"])
+def test_the_gathered_array_has_the_scale_per_tensor_of_x(method):
+    def layer(x, w):
+        x = ub.quantize(x, RECIPE, axis_name="tp")
+        w = ub.quantize(w, ub.fp8.RowwiseScaling(), role="kernel")
+        options = {"axis_name": "tp", "method": method, "return_gathered": True}
+        _, gathered = ub.all_gather_matmul(x, w, **options)
+        assert gathered.scaling == "tensor"
+        return gathered.dequantize("float32") + 0 * jax.lax.axis_index("tp")
+
+    x, w, _ = exact_operands()
+    gathered = on_ranks(layer, tp_mesh(2), (ROWS, COLUMNS), ROWS)(x, w)
+    wanted = ub.quantize(x, RECIPE).dequantize("float32")
+    np.testing.assert_array_equal(gathered, np.concatenate([wanted] * 2))
+
+
 HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
 
 

@@ -43,11 +43,13 @@ def _repeated(scales, shape):
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
     """Makes a `ScaledArray` of all-gathered FP8 values if x is a `ScaledArray`.
 
-    `scales` has the gathered scales, unless x has one scale for the tensor.
+    `scales` has the gathered scales of rows, if there are any. They are ignored if x
+    has one scale for the tensor, which `scales_of` has repeated for each row.
     """
     if not isinstance(x, ScaledArray):
         return gathered
-    return ScaledArray(gathered, *(scales or (x.scales,)))
+    (rows,) = scales or (x.scales,)
+    return ScaledArray(gathered, rows if x.scales.ndim else x.scales)
 
 
 def packed(x: Operand) -> tuple[jax.Array, int]:
