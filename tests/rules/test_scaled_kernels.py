@@ -8,7 +8,7 @@ import pytest
 from covering import covering
 from jax.sharding import PartitionSpec as P
 from layouts import visible
-from operands import normal
+from operands import assert_equal, normal
 from programs import by_method, call_lines, compiled_text, on_ranks, tp_mesh
 from scaled_operands import (
     COLUMN,
@@ -176,7 +176,7 @@ def test_the_gathered_array_has_the_scale_per_tensor_of_x(method):
     x, w, _ = exact_operands()
     gathered = on_ranks(layer, tp_mesh(2), (ROWS, COLUMNS), ROWS)(x, w)
     wanted = ub.quantize(x, RECIPE).dequantize("float32")
-    np.testing.assert_array_equal(gathered, np.concatenate([wanted] * 2))
+    assert_equal(gathered, np.concatenate([wanted] * 2))
 
 
 HYBRID = ub.fp8.RowwiseScaling(fp8_format=ub.fp8.Format.HYBRID)
