@@ -213,6 +213,31 @@ def test_dgrad_add_and_wgrad_accumulate_multiply_fp8(dtype, formats):
     assert calls(text) == {"wgrad": 1}
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dgrad_add_and_wgrad_accumulate_take_all_recipes(recipe):
+    recipe = RECIPES[recipe]
+    state = ub.fp8.init_state(recipe) or None
+
+    def quantize(array, role):
+        return ub.quantize(array, recipe, role=role, state=state)
+
+    def dgrad_add(dy, w, residual):
+        dy, w = quantize(dy, "output_grad"), quantize(w, "kernel")
+        return ub.dgrad_add(dy, w, residual)
+
+    def wgrad_accumulate(x, dy, main_grad):
+        x, dy = quantize(x, "input"), quantize(dy, "output_grad")
+        return ub.wgrad_accumulate(x, dy, main_grad)
+
+    x, dy, w = integers(0, (8, 64)), integers(1, (8, 32)), integers(2, (64, 32))
+    for op, values, wanted in (
+        (dgrad_add, (dy, w, x), lambda dy, w, residual: residual + dy @ w.T),
+        (dgrad_add, (dy[0], w, x[0]), lambda dy, w, residual: residual + dy @ w.T),
+        (wgrad_accumulate, (x, dy, w), lambda x, dy, main_grad: main_grad + x.T @ dy),
+    ):
+        assert_exact(op, values, wanted)
+
+
 def test_gradients_of_dgrad_add_arrive_in_the_sources():
     dy, w = integers(0, (8, 32)), integers(1, (16, 32))
     residual = jnp.zeros((8, 16))

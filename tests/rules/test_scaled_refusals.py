@@ -154,17 +154,23 @@ WRONG_LOCAL = {
         scaled((8, 8), dtype=E5M2),
         scaled((64, 8), dtype=E5M2),
     ),
-    "no kernel": (
+    "columns of dy": (
+        ShapeContractError,
+        r"dy has scales of shape \(1, 8\) for values \(8, 8\), but one per row or",
+        scaled((8, 8), (1, 8)),
+        BLOCK,
+    ),
+    "blocks of a kernel": (
+        ShapeContractError,
+        r"w has scales of shape \(64, 1\) for values \(64, 32\), but one per block of",
+        scaled((8, 32)),
+        scaled((64, 32), (64, 1), **BLOCKS),
+    ),
+    "dimensions": (
         ShapeContractError,
         r"w has shape \(8,\), but a kernel is \[in, out\]",
-        ONE,
-        scaled((8,)),
-    ),
-    "blocks": (
-        UnsupportedOverlapError,
-        r"w has scales of shape \(2, 8\). Use a recipe with one scale per tensor, or",
         scaled((8, 8)),
-        BLOCK,
+        scaled((8,)),
     ),
 }
 
@@ -177,9 +183,13 @@ def test_wrong_operands_of_dgrad_add(wrong):
 
 
 def test_wrong_operands_of_wgrad_accumulate():
-    text = "wgrad_accumulate: x is FP8, dy is bfloat16. Quantize both or neither"
-    with pytest.raises(ShapeContractError, match=text):
-        ub.wgrad_accumulate(scaled((64, 4)), WIDE, jnp.zeros((4, 8)))
+    columns, x = scaled((64, 8), (1, 8)), scaled((64, 4))
+    for dy, text in (
+        (WIDE, "x is FP8, dy is bfloat16. Quantize both or neither"),
+        (columns, r"dy has scales of shape \(1, 8\) for values \(64, 8\), but one"),
+    ):
+        with pytest.raises(ShapeContractError, match=f"wgrad_accumulate: {text}"):
+            ub.wgrad_accumulate(x, dy, jnp.zeros((4, 8)))
 
 
 @pytest.mark.parametrize("op", GEMMS)

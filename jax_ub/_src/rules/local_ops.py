@@ -5,13 +5,14 @@ import functools
 import jax
 
 from jax_ub._src import checks as shapes
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.rules.call_config import make_call_config, plan_call_config
 from jax_ub._src.rules.operands import (
     as_row,
     check_formats,
+    check_layout,
     check_replicated,
     have_scales,
 )
@@ -41,8 +42,8 @@ def dgrad_add(
     Transformer Engine: `BackwardLinearAdd`. It does not communicate. With a mesh, call
     it inside `jax.shard_map`.
 
-    `dy` and `w` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
-    `source` receives the gradient.
+    `dy` and `w` may both be FP8, as `ub.ScaledArray`s of any recipe: `dy` with the role
+    "output_grad", `w` with the role "kernel". Their `source` receives the gradient.
 
     Args:
         dy: gradient of a layer's result, `[..., N]`.
@@ -63,7 +64,10 @@ def dgrad_add(
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
         shapes.check_kernel(op, "w", w)
-        _check_scales(op, dy=dy, w=w)
+        shapes.check_not_empty(op, "dy", dy)
+        check_formats(op, dy=dy, w=w)
+        check_layout(op, "dy", dy, dy.ndim - 1)
+        check_layout(op, "w", w, 0)
         dy, w = map_scaled(with_scalar_scale, (dy, w))
     else:
         shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
@@ -79,17 +83,6 @@ def dgrad_add(
     if dy.ndim == 1:
         return _dgrad_add(config, as_row(dy), w, residual[None])[0]
     return _dgrad_add(config, dy, w, residual)
-
-
-def _check_scales(op, **operands):
-    check_formats(op, **operands)
-    for name, operand in operands.items():
-        shapes.check_not_empty(op, name, operand)
-        if operand.scaling != "tensor":
-            raise UnsupportedOverlapError(
-                f"{op}: {name} has scales of shape {operand.scales.shape}. Use a "
-                f"recipe with one scale per tensor, or pass {name}.dequantize()."
-            )
 
 
 def _compute_dgrad_add(config, dy, w, residual):
@@ -159,8 +152,8 @@ def wgrad_accumulate(
     Transformer Engine: `fuse_wgrad_accumulation`. It does not communicate. With a mesh,
     call it inside `jax.shard_map`.
 
-    `x` and `dy` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
-    `source` receives the gradient.
+    `x` and `dy` may both be FP8, as `ub.ScaledArray`s of any recipe: `x` with the role
+    "input", `dy` with the role "output_grad". Their `source` receives the gradient.
 
     Args:
         x: activations, `[..., K]`.
@@ -184,7 +177,7 @@ def wgrad_accumulate(
         shapes.check_array(op, name, array)
     shapes.check_float(op, main_grad=main_grad)
     if is_fp8:
-        _check_scales(op, x=x, dy=dy)
+        check_formats(op, x=x, dy=dy)
         x, dy = map_scaled(with_scalar_scale, (x, dy))
     else:
         shapes.check_float(op, x=x, dy=dy)
@@ -193,6 +186,9 @@ def wgrad_accumulate(
         shapes.check_not_empty(op, name, array)
     rows = (*x.shape[:-1], dy.shape[-1] if dy.ndim else 0)
     shapes.check_shape(op, "dy", values_of(dy), rows, "[..., N] with x's rows")
+    if is_fp8:
+        check_layout(op, "x", x, x.ndim - 1)
+        check_layout(op, "dy", dy, dy.ndim - 1)
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
     if x.ndim == 1:

@@ -199,8 +199,8 @@ def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
     shapes.check_kernel(label, "w", w)
     shapes.check_not_empty(label, "x", x)
     x_axis, w_axis = x.ndim - 1, config.contracted_dim
-    _check_layout(label, "x", x, x_axis)
-    _check_layout(label, "w", w, w_axis)
+    check_layout(label, "x", x, x_axis)
+    check_layout(label, "w", w, w_axis)
     check_formats(label, x=x, w=w)
     if config.shards is not None:
         _check_agreed(label, "w", w, w_axis, config.shards.axes)
@@ -211,7 +211,7 @@ def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
         _check_agreed(label, "w", w, w_axis, config.axis_name)
 
 
-def check_formats(label: str, **operands: ScaledArray) -> None:
+def check_formats(label: str, **operands: Any) -> None:
     """Raises an error if both operands are float8_e5m2, which no device multiplies."""
     if all(operand.dtype == jnp.float8_e5m2 for operand in operands.values()):
         raise ShapeContractError(
@@ -233,7 +233,12 @@ def _check_same_scales(label, ws):
             )
 
 
-def _check_layout(label, name, operand, contracted):
+def check_layout(label: str, name: str, operand: Any, contracted: int) -> None:
+    """Raises an error if scales of rows or blocks change along another axis.
+
+    Those of rows do not change along the axis `contracted` of the forward pass, and
+    blocks are along it.
+    """
     if operand.scaling == "tensor":
         return
     is_block = operand.scaling == "block"
