@@ -10,7 +10,7 @@ from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS, random_params
-from programs import call_lines, compiled_text, equations, on_ranks, tp_mesh
+from programs import call_lines, calls, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import DELAYED, PASSED_ON
 
@@ -115,6 +115,35 @@ def test_the_recipes_of_x_and_of_the_linear_may_have_other_kinds_of_scales(num_r
         for found, exact in zip((gradients["kernel"], dx), wanted, strict=True):
             errors.append(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
     assert max(errors) < 0.1
+
+
+@covering(pair=["row current", "current row", "current block"], is_bulk=[True, False])
+def test_a_scale_per_tensor_multiplies_f32_sums(pair, is_bulk):
+    """The other operand has scales of rows, which multiply its values as bf16."""
+    first, second = (RECIPES[name] for name in pair.split())
+    if is_bulk:
+        ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    options = {"use_bias": False, "accumulate_into_main_grad": True}
+    layer = linear("column", 64, 64, second, "qkv" if is_bulk else None, **options)
+    seq = ops.Sequential(ops.Quantize(fp8=first), layer)
+    params = random_params(seq)
+    function = on_ranks(seq, tp_mesh(2), (seq.specs(), TOKENS), P(None, "tp"))
+    dy = normal(9, (16, 64))
+
+    def step(params, x, dy):
+        return jax.vjp(function, params, x)[1](dy)[0]
+
+    shards = (ub.quantize(dy, second, role="output_grad"),)
+    if second is RECIPES["row"]:
+        halves = jnp.split(dy, 2, 1)
+        shards = [ub.quantize(half, second, role="output_grad") for half in halves]
+    wide = [np.float64(each.dequantize()) for each in (ub.quantize(X, first), *shards)]
+    wanted = params[1]["main_grad"] + wide[0].T @ np.concatenate(wide[1:], 1)
+    _, found = jax.jit(step)(params, X, dy)
+    error = np.linalg.norm(found["main_grad"] - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-6
+    bulk = calls(compiled_text(jax.jit(step), params, X, dy))["bulk_reduce_scatter"]
+    assert bulk == is_bulk
 
 
 def test_a_row_of_each_rank_keeps_its_scale():

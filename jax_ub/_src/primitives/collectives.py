@@ -12,7 +12,12 @@ from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Call, Execution, num_features
 from jax_ub._src.primitives.matmuls import Matmul, Wgrad
-from jax_ub._src.primitives.scales import Operand, packed, unpacked
+from jax_ub._src.primitives.scales import (
+    Operand,
+    packed,
+    unpacked,
+    with_f32_factors,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,17 +329,21 @@ def bulk_reduce_scatter(
         The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
         `[..., m, H]`.
     """
-    call = BulkReduceScatter(
-        execution=execution,
-        gemm=Wgrad(
-            execution=execution.on_one_rank,
-            num_outputs=len(dys),
-            accumulate=main_grads is not None,
-            out_dtype=np.dtype(dw_dtype),
-        ),
-        collective=ReduceScatter(
-            execution=execution, out_dtype=np.dtype(scattered_dtype)
-        ),
-    )
-    *dws, scattered = call(x, *dys, *(main_grads or ()), partial)
+
+    def run(x, dys, main_grads, dtype):
+        call = BulkReduceScatter(
+            execution=execution,
+            gemm=Wgrad(
+                execution=execution.on_one_rank,
+                num_outputs=len(dys),
+                accumulate=main_grads is not None,
+                out_dtype=np.dtype(dtype),
+            ),
+            collective=ReduceScatter(
+                execution=execution, out_dtype=np.dtype(scattered_dtype)
+            ),
+        )
+        return call(x, *dys, *(main_grads or ()), partial)
+
+    *dws, scattered = with_f32_factors(run, x, dys, main_grads, dw_dtype)
     return tuple(dws), scattered

@@ -14,7 +14,12 @@ from jax_ub._src.primitives.call import (
     overwritten,
     rows_and_features,
 )
-from jax_ub._src.primitives.scales import Operand, gathered_like, scales_of
+from jax_ub._src.primitives.scales import (
+    Operand,
+    gathered_like,
+    scales_of,
+    with_f32_factors,
+)
 from jax_ub._src.scaled_array import values_of
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
@@ -430,12 +435,16 @@ def wgrad(
     Returns:
         The kernels' gradients, `[K, N_i]` each.
     """
-    call = Wgrad(
-        execution=execution,
-        num_outputs=len(dys),
-        accumulate=main_grads is not None,
-        gather=gather,
-        scale=float(scale),
-        out_dtype=np.dtype(out_dtype),
-    )
-    return call(x, *dys, *(main_grads or ()))
+
+    def run(x, dys, main_grads, dtype):
+        call = Wgrad(
+            execution=execution,
+            num_outputs=len(dys),
+            accumulate=main_grads is not None,
+            gather=gather,
+            scale=float(scale),
+            out_dtype=np.dtype(dtype),
+        )
+        return call(x, *dys, *(main_grads or ()))
+
+    return with_f32_factors(run, x, dys, main_grads, out_dtype)

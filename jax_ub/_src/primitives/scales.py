@@ -1,10 +1,12 @@
 """The scales of FP8 operands, as the primitives take them and gather them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_ub._src import reference
 from jax_ub._src.primitives import vma
 from jax_ub._src.scaled_array import ScaledArray, values_of
 
@@ -38,6 +40,43 @@ def scales_of(
 
 def _repeated(scales, shape):
     return scales if scales.ndim else jnp.full(shape, scales)
+
+
+def with_f32_factors(
+    run: Callable[..., Sequence[jax.Array]],
+    x: Operand,
+    dys: tuple[Operand, ...],
+    main_grads: tuple[jax.Array, ...] | None,
+    out_dtype,
+) -> tuple[jax.Array, ...]:
+    """Calls `run(x, dys, main_grads, dtype)`, which computes x^T dy_i + main_grad_i.
+
+    The GEMM contracts rows, so it multiplies the values by scales of rows or blocks, as
+    bf16, which is exact for powers of two. If only some operands have such scales, it
+    would also multiply the values of the others by their scale per tensor, which is no
+    power of two. This function multiplies the f32 sums by it.
+
+    Returns:
+        All results of `run`, of which the sums are the first.
+    """
+    kinds = {a.scales.ndim > 0 for a in (x, *dys) if isinstance(a, ScaledArray)}
+    if len(kinds) < 2:
+        return tuple(run(x, dys, main_grads, out_dtype))
+
+    def split(operand):
+        if not isinstance(operand, ScaledArray) or operand.scales.ndim:
+            return operand, jnp.float32(1)
+        return ScaledArray(operand.values, jnp.float32(1)), operand.scales
+
+    (x, factor), *pairs = map(split, (x, *dys))
+    results = run(x, tuple(dy for dy, _ in pairs), None, np.dtype(np.float32))
+    sums = [
+        reference.add(dw * (factor * of_dy), addend, out_dtype=out_dtype)
+        for dw, (_, of_dy), addend in zip(
+            results, pairs, main_grads or (None,) * len(pairs), strict=False
+        )
+    ]
+    return (*sums, *results[len(sums) :])
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
