@@ -122,12 +122,18 @@ def test_the_states_of_all_layers_are_updated():
     assert len(changed) == 4
 
 
-def test_nothing_falls_back():
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_nothing_falls_back(library):
     ub.fallbacks(clear=True)
     with jax.set_mesh(tp_mesh(2)):
-        model = layer("transformer", fp8=RECIPES["current"])
-        *_, (run, params, states) = value_and_gradients(model, X)
-        text = compiled_text(run, params, states, X)
+        if library == "nnx":
+            model = layer("transformer", fp8=RECIPES["current"])
+            *_, (run, params, states) = value_and_gradients(model, X)
+            text = compiled_text(run, params, states, X)
+        else:
+            model = linen.TransformerLayer(64, 128, 4, fp8=RECIPES["current"])
+            gradient = jax.grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2))
+            text = compiled_text(jax.jit(gradient), random_variables(model, X), X)
     assert not ub.fallbacks(clear=True)
     found = calls(text)
     assert found["all_gather_matmul"] == found["matmul_reduce_scatter"] == 4

@@ -23,7 +23,7 @@ from jax_ub.flax import Linear, MainGrad, OverwriteWithGradient, linen
 FP8 = ub.fp8
 RECIPE = FP8.DelayedScaling(amax_history_len=4)
 COLLECTION = "_overwrite_with_gradient"
-X = normal(0, (2, 8, 64))
+X, DY = normal(0, (2, 8, 64)), normal(1, (2, 8, 64))
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,46 @@ def test_a_scan_over_layers_updates_each_state(wrap):
     xs = jnp.stack([X, 8 * X, 2 * X])
     shared = jax.jit(jax.grad(loss_of_microbatches))(states, xs)
     assert_maximum(shared, [jax.jit(jax.grad(loss))(states, x) for x in xs])
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_nnx_transforms_update_each_state(is_used):
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Net(rngs, fp8=RECIPE)
+
+    def layer(x, model):
+        run = nnx.remat(lambda model, x: model(x))
+        return nnx.cond(is_used, run, lambda model, x: x, model, x)
+
+    def loss(model):
+        y = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, model)
+        return jnp.sum(y * DY)
+
+    @nnx.jit
+    def step(model):
+        states = nnx.DiffState(0, OverwriteWithGradient)
+        new = nnx.grad(loss, argnums=states)(model)
+        return FP8.apply_updates(nnx.state(model, OverwriteWithGradient), new)
+
+    model = make(nnx.Rngs(0))
+    states = (step(model)[name]["fp8_state"] for name in ("up", "down"))
+    check_layers_of_a_scan(*states, model.up.kernel[...], is_used)
+
+
+def check_layers_of_a_scan(up, down, kernels, is_used):
+    """Checks the states of two layers after a step, which may have skipped them."""
+    found = [
+        up["input_amax_history"][0],
+        up["kernel_amax_history"][:, 0],
+        down["output_grad_amax_history"][1, 0],
+    ]
+    of_kernels = np.abs(kernels).max((1, 2))
+    wanted = [np.float32([amax(X), 0, 0, 0]), of_kernels, amax(DY)]
+    for history, each in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(history[...], each * is_used, rtol=1e-6)
+    assert_equal(down["kernel_scale"][...], np.ones((2, 1), "float32"))
 
 
 def test_microbatches_carry_states_and_main_grads():
@@ -237,6 +277,45 @@ class LinenNet(nn.Module):
         return self.down(jnp.sin(self.up(x)))
 
 
+class MaybeNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_used):
+        net = LinenNet(name="net")
+        if self.is_initializing():
+            return net(x), None
+        return nn.cond(is_used, lambda net, x: net(x), lambda net, x: x, net, x), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_used=True):
+        layers = nn.scan(
+            nn.remat(MaybeNet, prevent_cse=False),
+            variable_axes={"params": 0, COLLECTION: 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=2,
+        )
+        return layers(name="layers")(x, is_used)[0]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_linen_transforms_update_each_state(is_used):
+    variables = random_variables(Stack(), X)
+
+    @jax.jit
+    def step(states):
+        def loss(states):
+            y = Stack().apply({**variables, COLLECTION: states}, X, is_used)
+            return jnp.sum(y * DY)
+
+        return FP8.apply_updates(states, jax.grad(loss)(states))
+
+    states = step(variables[COLLECTION])["layers"]["net"]
+    kernels = variables["params"]["layers"]["net"]["up"]["kernel"]
+    check_layers_of_a_scan(states["up"], states["down"], kernels, is_used)
+
+
 def linen_loss(variables):
     return jnp.sum(jnp.sin(LinenNet().apply(variables, X)))
 
@@ -290,6 +369,24 @@ def test_orbax_restores_the_state(tmp_path):
     found = saved_and_restored(tmp_path, (params, states), net()[1:3])
     jax.tree.map(assert_equal, found, (params, states))
     jax.tree.map(assert_equal, step(*found), step(params, states))
+
+
+def test_orbax_restores_a_linen_train_state(tmp_path):
+    state = TrainState.create(
+        apply_fn=LinenNet().apply,
+        params=random_variables(LinenNet(), X),
+        tx=optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2)),
+    )
+
+    @jax.jit
+    def step(state):
+        return state.apply_gradients(grads=jax.grad(linen_loss)(state.params))
+
+    state = step(state)
+    assert state.params[COLLECTION]["up"]["input_amax_history"][0] == amax(X)
+    found = saved_and_restored(tmp_path, state, jax.eval_shape(step, state))
+    jax.tree.map(assert_equal, found, state)
+    jax.tree.map(assert_equal, step(found), step(state))
 
 
 def test_checkpoints_move_between_fp8_and_other_models(tmp_path):
