@@ -401,9 +401,9 @@ def test_a_step_quantizes_kernels_once_for_all_microbatches(library):
     assert not re.findall(r"= f8e4m3fn\[64,64\]\S* (convert|fusion)\(", loop)
 
 
-@pytest.mark.parametrize("axis_type", ["Explicit", *nightly("Auto")])
-def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type):
-    recipe, axis_types = RECIPES["current"], (getattr(AxisType, axis_type),) * 2
+@covering(axis_type=["Explicit", "Auto"], recipe=["block", "row", "current"])
+def test_kernels_that_are_quantized_already_are_sharded_by_fsdp(axis_type, recipe):
+    recipe, axis_types = RECIPES[recipe], (getattr(AxisType, axis_type),) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axis_types)
     with jax.set_mesh(mesh):
         graph, params = nnx.split(pair(fp8=recipe, fsdp_axes="dp"))
@@ -433,14 +433,23 @@ def test_a_layer_with_given_kernels_is_not_exported_with_symbolic_sizes():
             jax.export.export(function)(x)
 
 
-def test_a_given_kernel_has_one_scale():
-    text = r"kernel is a ub\.ScaledArray with scales of shape \(1, 64\), but a layer ta"
+def test_given_kernels_whose_scales_do_not_fit():
+    dimensions = (
+        r"kernel is a ub\.ScaledArray of shape \(64, 4, 16\) with scales of shape "
+        r"\(64, 1, 16\), but unless it is a matrix, a layer takes one scale. Pass ker"
+    )
+    blocks = r"kernel \(96, 64\) has 3 scales along K, which do not divide into the "
     with jax.set_mesh(tp_mesh(2)):
-        recipe = RECIPES["row"]
-        graph, params = nnx.split(layer("row", fp8=recipe))
-        params = FP8.quantize_params(params, recipe)
-        with pytest.raises(ShapeContractError, match=text):
-            nnx.merge(graph, params)(X)
+        for text, sizes, recipe, options in (
+            (dimensions, (64, (4, 16)), "row", {"parallel": "column"}),
+            (blocks, (96, 64), "block", {"parallel": "row"}),
+        ):
+            recipe = RECIPES[recipe]
+            layer = random_layer(Linear, *sizes, fp8=recipe, **options)
+            graph, params = nnx.split(layer)
+            params = FP8.quantize_params(params, recipe, select=is_kernel)
+            with pytest.raises(ShapeContractError, match=text):
+                nnx.merge(graph, params)(np.ones((2, 8, sizes[0]), "float32"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """State of delayed scaling in training steps: scan, cond, optax, TrainState, orbax."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ from covering import nightly
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from flax_models import random_model, random_variables
+from flax_models import assert_trees_close, random_model, random_variables
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
-from scaled_operands import with_maximum_as_sum
+from scaled_operands import DEFAULT_RECIPES, with_maximum_as_sum
 
 import jax_ub as ub
 from jax_ub.flax import Linear, MainGrad, OverwriteWithGradient, linen
@@ -220,6 +221,76 @@ def test_microbatches_share_a_state_whose_sum_is_the_maximum(library):
     text = r"linear\(parallel='column'\): jax.lax.scan closes over this FP8 state"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         gradient(states)
+
+
+def loop_text(text):
+    """Returns the computations of a compiled program that its loops run."""
+    computations = {}
+    for each in text.split("\n\n"):
+        if name := re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) ", each):
+            computations[name[1]] = each
+    called = re.findall(r"body=%?([\w.\-]+)", text)
+    for name in called:  # which grows
+        callees = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", computations[name])
+        called += [callee for callee in callees if callee not in called]
+    return "\n\n".join(map(computations.get, called))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_moved"), [("row", True), ("block", True), ("current", False)]
+)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_xla_moves_quantization_of_kernels_out_of_loops(recipe, is_moved, wraps):
+    graph, params = nnx.split(random_model(lambda: Net(fp8=DEFAULT_RECIPES[recipe])))
+
+    def step(params, xs):
+        def loss(x):
+            return loss_of(graph, params)(x)
+
+        if wraps:
+            loss = jax.checkpoint(loss, prevent_cse=False)
+        return jnp.sum(jax.lax.map(loss, xs))
+
+    text = compiled_text(jax.jit(jax.grad(step)), params, jnp.stack([X, 2 * X]))
+    in_loops = loop_text(text)
+    of_kernels, of_x = (
+        re.findall(rf"f8e4m3fn\[{shape}\]\S* convert\(", in_loops)
+        for shape in ("64,64", "(?:1,)?2,4,64")
+    )
+    assert of_x
+    assert (not of_kernels) == is_moved
+
+
+@pytest.mark.parametrize("recipe", ["block", *nightly("row", "current")])
+def test_stacked_kernels_are_quantized_in_front_of_the_loops(recipe):
+    recipe = DEFAULT_RECIPES[recipe]
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Net(rngs, fp8=recipe)
+
+    graph, params = nnx.split(make(nnx.Rngs(0)))
+
+    def loss(params, quantize):
+        def layer(x, params):
+            return jnp.sin(nnx.merge(graph, params)(x)), None
+
+        given = quantize(params)
+        layers = jax.lax.map(
+            lambda x: jax.lax.scan(layer, x, given)[0], jnp.stack([X, 2 * X])
+        )
+        return jnp.sum(layers * DY)
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    found, wanted = (
+        step(params, quantize)
+        for quantize in (
+            jax.vmap(lambda params: FP8.quantize_params(params, recipe)),
+            lambda params: params,
+        )
+    )
+    assert_trees_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_clipping_and_weight_decay_leave_the_state_alone():

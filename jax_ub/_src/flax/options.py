@@ -83,15 +83,16 @@ def check_flags(op: str, options: LinearOptions) -> None:
 def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
     """Raises an error if the bias is FP8, or if the kernel is FP8 without a recipe.
 
-    With a recipe, the kernel may come from `quantize_params`. It then has one scale per
-    tensor, because scales of rows or blocks would be sharded.
+    With a recipe, the kernel may come from `quantize_params`. It then is a matrix, or
+    has one scale per tensor, because `quantize_params` does not know which of more
+    dimensions are contracted.
     """
     if is_scaled(kernel) and fp8 is not None:
-        if kernel.scaling != "tensor":
+        if kernel.scaling != "tensor" and kernel.ndim != 2:
             raise ShapeContractError(
-                f"{op}: kernel is a ub.ScaledArray with scales of shape "
-                f"{kernel.scales.shape}, but a layer takes one scale. Pass "
-                "kernel.source, which the layer quantizes itself."
+                f"{op}: kernel is a ub.ScaledArray of shape {kernel.shape} with scales "
+                f"of shape {kernel.scales.shape}, but unless it is a matrix, a layer "
+                "takes one scale. Pass kernel.source, which the layer quantizes itself."
             )
         kernel = None
     for name, parameter in (("kernel", kernel), ("bias", bias)):

@@ -30,12 +30,15 @@ def _sharded_only_along(array, dims):
 def as_matrix(kernel: Any, num_in: int) -> Any:
     """Reshapes a kernel `[*in, *out]`, with `num_in` input dimensions, to a matrix.
 
-    If it is FP8, it has one scale, which becomes a scalar.
+    If it is FP8, a scale per tensor becomes a scalar. A kernel with other scales is a
+    matrix.
     """
     if is_scaled(kernel):
         values = as_matrix(kernel.values, num_in)
         source = None if kernel.source is None else as_matrix(kernel.source, num_in)
-        return ScaledArray(values, kernel.scales.reshape(()), source)
+        scales = kernel.scales
+        scales = scales.reshape(()) if kernel.scaling == "tensor" else scales
+        return ScaledArray(values, scales, source)
     kernel = _sharded_only_along(kernel, (0, num_in))
     # With explicit axes, one JAX reshape cannot merge both the input and the output
     # dimensions.

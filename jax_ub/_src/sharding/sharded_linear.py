@@ -66,7 +66,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         x: activations, `[..., tokens, *in]`; `[*in]` counts as one token.
         kernels: `[*in, *out]` for each layer, or matrices `[out, in]` if
             `layout.rhs_transposed`. They share one all-gather of x. With `layout.fp8`
-            they may be FP8 with one scale each.
+            they may be FP8, with one scale each unless they are matrices.
         biases: `[*out]` for each kernel; None, or None for each, if there are none.
         main_grads: the f32 accumulators of the kernels' gradients; None like `biases`.
         fp8_states: the states of `layout.fp8`; None like `biases`. Kernels that share
@@ -149,9 +149,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     _, y_spec = activation_specs(layout, batch, x.ndim)
     kernel_spec = layout.kernel_spec
     kernel_specs = jax.tree.map(
-        lambda kernel: of_scaled(kernel_spec) if is_scaled(kernel) else kernel_spec,
-        kernels,
-        is_leaf=is_scaled,
+        functools.partial(_spec_of_kernel, layout, mesh), kernels, is_leaf=is_scaled
     )
     specs = (x_spec, kernel_specs, layout.bias_spec, kernel_spec, residual_spec, P())
     # The mesh axes whose ranks have the same kernel shard but different tokens.
@@ -170,6 +168,22 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
         return jax.shard_map(body, in_specs=specs, out_specs=y_spec, **axes)(
             *reshard(mesh, specs, operands)
         )
+
+
+def _spec_of_kernel(layout, mesh, kernel):
+    """Returns the spec of a kernel, or for an FP8 kernel those of values and scales."""
+    if not is_scaled(kernel):
+        return layout.kernel_spec
+    spec = of_scaled(kernel, layout.kernel_spec)
+    for size, entry in zip(kernel.scales.shape, spec.scales, strict=False):
+        num_ranks = math.prod(mesh.shape[name] for name in checks.axis_tuple(entry))
+        if size % num_ranks:
+            raise ShapeContractError(
+                f"{layout.op}: kernel {kernel.shape} has {size} scales along K, which "
+                f"do not divide into the {num_ranks} ranks of {entry}. Pad K, pass "
+                "kernel.source, or use Float8CurrentScaling."
+            )
+    return spec
 
 
 def _with_single_main_grads(body, replicas, x, kernels, biases, main_grads, *others):

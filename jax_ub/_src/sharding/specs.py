@@ -163,9 +163,14 @@ def check_context(op: str, mesh: AnyMesh) -> None:
         )
 
 
-def of_scaled(spec: P) -> Any:
-    """Returns the specs of an FP8 array with one replicated scale."""
-    return ScaledArray.tree_unflatten(None, (spec, P(), spec))
+def of_scaled(array: ScaledArray, spec: P) -> Any:
+    """Returns the specs of an FP8 array and its scales, which are sharded alike.
+
+    The scales are not sharded along dimensions in which they do not change.
+    """
+    sizes = zip(spec, array.scales.shape, strict=False)
+    of_scales = P(*(None if size == 1 else entry for entry, size in sizes))
+    return ScaledArray.tree_unflatten(None, (spec, of_scales, spec))
 
 
 def reshard(mesh: AnyMesh, specs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
