@@ -122,6 +122,27 @@ def test_the_states_of_all_layers_are_updated():
     assert len(changed) == 4
 
 
+@pytest.mark.parametrize("fsdp_axes", ["dp", *nightly(())])
+def test_replicas_whose_values_differ_10000_fold_share_a_state(fsdp_axes):
+    factors = np.float32([1, 1e4])[:, None, None]
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        model = layer("row", fp8=RECIPES["delayed"], fsdp_axes=fsdp_axes)
+        graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
+
+        def loss(states, x, dy):
+            return jnp.sum(nnx.merge(graph, params, states)(x) * dy)
+
+        x, dy = (jax.device_put(X * each, P("dp")) for each in (factors, factors[::-1]))
+        new = jax.jit(jax.grad(loss))(states, x, dy)["fp8_state"]
+    for array, role in (
+        (x, "input"),
+        (dy, "output_grad"),
+        (params["kernel"], "kernel"),
+    ):
+        history = new[f"{role}_amax_history"][...]
+        np.testing.assert_array_equal(history, [np.max(np.abs(array[...])), 0])
+
+
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_nothing_falls_back(library):
     ub.fallbacks(clear=True)
