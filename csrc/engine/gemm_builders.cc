@@ -11,8 +11,8 @@ using Calls = std::vector<RankCall>;
 // Multiplies the sums of a GEMM by the FP8 scales of x_i and w_i. The GEMM sums x_i w_i
 // over the operand pairs i of all calls. Its segments along K are indexed [call][pair].
 // The scales of several pairs may differ. Without row scales, all ranks have the same
-// scales, so a single pair has one factor for all segments. first_row(i) returns the row of x, counted through all batch elements, at which row
-// segment i of the result begins.
+// scales, so a single pair has one factor for all segments. first_row(i) returns the row
+// of x, counted through all batch elements, at which row segment i of the result begins.
 template <typename FirstRow>
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
