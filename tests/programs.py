@@ -82,6 +82,19 @@ def compiled_text(function, *operands) -> str:
     return function.lower(*operands).compile().as_text()
 
 
+def loop_text(text: str) -> str:
+    """Returns the computations of a compiled program that its loops run."""
+    computations = {}
+    for each in text.split("\n\n"):
+        if name := re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) ", each):
+            computations[name[1]] = each
+    called = re.findall(r"body=%?([\w.\-]+)", text)
+    for name in called:  # which grows
+        callees = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", computations[name])
+        called += [callee for callee in callees if callee not in called]
+    return "\n\n".join(map(computations.get, called))
+
+
 def equations(function, *operands):
     """Yields all equations of the jaxpr of a function, inner ones after their outer."""
     jaxprs = [jax.make_jaxpr(function)(*operands).jaxpr]

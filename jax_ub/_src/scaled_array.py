@@ -46,6 +46,10 @@ class ScaledArray:
     - one per block of 32 values along the contracted dimension, float8_e8m0fnu:
       `[..., M, K/32]`, or `[K/32, N]` for a kernel.
 
+    A kernel of a Flax layer may have several contracted dimensions, for example
+    `[heads, head_dim, N]`. Its scales have the shape `[1, 1, N]`, or `[heads,
+    head_dim/32, N]`.
+
     The gradient of FP8 values would be FP8. `source` is therefore the array that
     receives the gradient, in its own dtype.
 
@@ -245,10 +249,13 @@ def _check_scale_shape(values, scales):
                 f"{found}: {count} blocks of {size} along axis {axis}. {fix} Scales of "
                 f"blocks are float8_e8m0fnu."
             )
-    is_row = len(blocks) == 1 or any(n == size == 1 for size, n in pairs)
+    # The contracted dimensions of a kernel are consecutive.
+    between = scales.shape[min(blocks, default=0) : max(blocks, default=-1) + 1]
+    is_row = 1 in scales.shape and all(count == 1 for count in between)
     if scales.size != 1 and not is_row:
         raise ShapeContractError(
-            f"{found}: only the contracted dimension of row scales has size 1. {fix}"
+            f"{found}: only the contracted dimension of row scales has size 1, or "
+            f"several consecutive ones. {fix}"
         )
 
 

@@ -454,25 +454,6 @@ def test_a_layer_with_given_kernels_is_not_exported_with_symbolic_sizes():
             jax.export.export(function)(x)
 
 
-def test_given_kernels_whose_scales_do_not_fit():
-    dimensions = (
-        r"kernel is a ub\.ScaledArray of shape \(64, 4, 16\) with scales of shape "
-        r"\(64, 1, 16\), but unless it is a matrix, a layer takes one scale. Pass ker"
-    )
-    blocks = r"kernel \(96, 64\) has 3 scales along K, which do not divide into the "
-    with jax.set_mesh(tp_mesh(2)):
-        for text, sizes, recipe, options in (
-            (dimensions, (64, (4, 16)), "row", {"parallel": "column"}),
-            (blocks, (96, 64), "block", {"parallel": "row"}),
-        ):
-            recipe = RECIPES[recipe]
-            layer = random_layer(Linear, *sizes, fp8=recipe, **options)
-            graph, params = nnx.split(layer)
-            params = FP8.quantize_params(params, recipe, select=is_kernel)
-            with pytest.raises(ShapeContractError, match=text):
-                nnx.merge(graph, params)(np.ones((2, 8, sizes[0]), "float32"))
-
-
 @pytest.mark.parametrize(
     ("name", "parameter"), [("column", "kernel"), ("attention", "bias")]
 )

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from flax_models import assert_trees_close, random_model, random_variables
 from operands import assert_equal, normal
-from programs import calls, compiled_text, tp_mesh
+from programs import calls, compiled_text, loop_text, tp_mesh
 from scaled_operands import DEFAULT_RECIPES, with_maximum_as_sum
 
 import jax_ub as ub
@@ -221,19 +221,6 @@ def test_microbatches_share_a_state_whose_sum_is_the_maximum(library):
     text = r"linear\(parallel='column'\): jax.lax.scan closes over this FP8 state"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         gradient(states)
-
-
-def loop_text(text):
-    """Returns the computations of a compiled program that its loops run."""
-    computations = {}
-    for each in text.split("\n\n"):
-        if name := re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) ", each):
-            computations[name[1]] = each
-    called = re.findall(r"body=%?([\w.\-]+)", text)
-    for name in called:  # which grows
-        callees = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", computations[name])
-        called += [callee for callee in callees if callee not in called]
-    return "\n\n".join(map(computations.get, called))
 
 
 @pytest.mark.parametrize(

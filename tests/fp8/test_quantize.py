@@ -1,5 +1,8 @@
 """`ub.quantize` against formulas in numpy and ml_dtypes."""
 
+import functools
+import math
+
 import fp8_formulas as formulas
 import jax
 import jax.numpy as jnp
@@ -350,6 +353,67 @@ def test_errors_of_params_name_the_array(array, recipe, text):
         match=r"quantize_params: params\['layers'\]\[0\].*" + text,
     ):
         FP8.quantize_params(params, RECIPES[recipe], select=lambda path, leaf: True)
+
+
+@pytest.mark.parametrize("recipe", ["row", "block", "current"])
+@pytest.mark.parametrize(
+    ("shape", "num_contracted"),
+    [((64, 3, 5), 1), ((3, 64, 5), 2), ((2, 3, 32, 5), 3), ((1, 32, 5), 2)],
+)
+def test_kernels_of_several_dimensions_have_the_values_of_matrices(
+    recipe, shape, num_contracted
+):
+    recipe, ins = RECIPES[recipe], math.prod(shape[:num_contracted])
+    kernels = normal((2, *shape))  # of two layers
+
+    def quantize(kernel, select):
+        given = {"kernel": kernel}
+        return FP8.quantize_params(given, recipe, select=lambda *_: select)["kernel"]
+
+    found = jax.jit(jax.vmap(functools.partial(quantize, select=num_contracted)))(
+        kernels
+    )
+    for i, kernel in enumerate(kernels):
+        wanted = ub.quantize(kernel.reshape(ins, -1), recipe, role="kernel")
+        array = ub.ScaledArray(found.values[i], found.scales[i], found.source[i])
+        assert array.scaling == wanted.scaling
+        same_bits(array.values.reshape(wanted.shape), wanted.values)
+        scales = array.scales.reshape(wanted.scales.shape)
+        np.testing.assert_array_equal(scales, wanted.scales)
+        wide = array.dequantize(jnp.float32)
+        assert wide.shape == shape
+        np.testing.assert_array_equal(
+            wide.reshape(wanted.shape), wanted.dequantize(jnp.float32)
+        )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "answer", "text"),
+    [
+        ("row", (8, 4, 5), True, "RowwiseScaling needs the number of its contracted"),
+        ("block", (8, 32, 5), True, "MXFP8BlockScaling needs .* Return it from select"),
+        (
+            "row",
+            (8, 4, 5),
+            3,
+            "select returned 3 contracted .* from 1 to 2",
+        ),
+        ("current", (8, 4), -1, "select returned -1 contracted .* from 1 to 1"),
+        ("block", (8, 16, 5), 2, "last contracted dimension, 16, is no multiple of 32"),
+        ("block", (48, 4, 32), 1, "K = 48 is no multiple of 32"),
+    ],
+)
+def test_a_wrong_number_of_contracted_dimensions(recipe, shape, answer, text):
+    params = {"w": np.ones(shape, "float32")}
+    with pytest.raises(
+        ub.errors.ShapeContractError, match=rf"quantize_params: params\['w'\].* {text}"
+    ):
+        FP8.quantize_params(params, RECIPES[recipe], select=lambda *_: answer)
+
+
+def test_one_scale_needs_no_number_of_contracted_dimensions():
+    found = FP8.quantize_params([normal((4, 3, 5))], select=lambda *_: True)[0]
+    assert found.scales.shape == (1, 1, 1)
 
 
 def test_params_are_selected_by_a_function():

@@ -34,6 +34,8 @@ def values(*shape):
         ((4, 64), (4, 1), "row"),
         ((4, 64), (1, 64), "row"),
         ((2, 3, 4, 64), (2, 3, 4, 1), "row"),
+        ((4, 1, 8, 5), (1, 1, 1, 5), "row"),
+        ((2, 4, 8, 5), (2, 1, 1, 5), "row"),
         ((4, 1), (4, 1), "row"),
     ],
 )
@@ -48,7 +50,13 @@ def test_float32_scales(shape, scales, scaling):
 
 
 @pytest.mark.parametrize(
-    ("shape", "scales"), [((4, 64), (4, 2)), ((96, 5), (3, 5)), ((2, 4, 32), (2, 4, 1))]
+    ("shape", "scales"),
+    [
+        ((4, 64), (4, 2)),
+        ((96, 5), (3, 5)),
+        ((2, 4, 32), (2, 4, 1)),
+        ((4, 64, 5), (4, 2, 5)),
+    ],
 )
 def test_block_scales(shape, scales):
     exponents = np.random.default_rng(1).integers(-20, 20, scales)
@@ -174,6 +182,12 @@ def test_a_process_that_only_registers_the_targets_can_load_them(tmp_path):
 def test_wrong_scales_are_rejected(scales, text):
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         ub.ScaledArray(values(64, 64), scales)
+
+
+def test_contracted_dimensions_are_consecutive():
+    text = "only the contracted dimension of row scales has size 1, or several consec"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        ub.ScaledArray(values(4, 8, 5), zeros(1, 8, 1))
 
 
 def test_wrong_values_and_sources_are_rejected():

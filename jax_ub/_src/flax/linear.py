@@ -337,16 +337,17 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         op = self.sharding_layout.op
         checks.check_array(op, "x", inputs)
         arguments.check(op, promote_dtype=self.promote_dtype)
+        num_in = len(as_sizes(self.in_features))
         operands = promoted(
             self.sharding_layout,
             lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
             inputs,
             parameter_value(self.kernel),
             None if self.bias is None else parameter_value(self.bias),
+            num_in,
         )
         main_grad = None if self.main_grad is None else self.main_grad[...]
         state = None if self.fp8_state is None else self.fp8_state.arrays()
-        num_in = len(as_sizes(self.in_features))
         options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
         return self._call_layout(), (*operands, main_grad, state), options
 

@@ -212,7 +212,7 @@ class Linear(TensorParallel):
         num_in = self._num_in(inputs.ndim)
         kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
         promote_dtype = functools.partial(self.promote_dtype, dtype=self.dtype)
-        operands = promoted(layout, promote_dtype, inputs, kernel, bias)
+        operands = promoted(layout, promote_dtype, inputs, kernel, bias, num_in)
         return layout, (*operands, *others), {"num_in": num_in}
 
     @nn.compact

@@ -23,7 +23,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.scalars import is_number, is_size
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
+from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled, source_of
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 
 
@@ -80,20 +80,16 @@ def check_flags(op: str, options: LinearOptions) -> None:
     )
 
 
-def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> None:
+def _check_quantized(
+    op: str, fp8: Recipe | None, kernel: Any, bias: Any, num_in: int
+) -> None:
     """Raises an error if the bias is FP8, or if the kernel is FP8 without a recipe.
 
-    With a recipe, the kernel may come from `quantize_params`. It then is a matrix, or
-    has one scale per tensor, because `quantize_params` does not know which of more
-    dimensions are contracted.
+    With a recipe, the kernel may come from `quantize_params`. Its scales must fit the
+    `num_in` dimensions that the layer contracts.
     """
     if is_scaled(kernel) and fp8 is not None:
-        if kernel.scaling != "tensor" and kernel.ndim != 2:
-            raise ShapeContractError(
-                f"{op}: kernel is a ub.ScaledArray of shape {kernel.shape} with scales "
-                f"of shape {kernel.scales.shape}, but unless it is a matrix, a layer "
-                "takes one scale. Pass kernel.source, which the layer quantizes itself."
-            )
+        _check_scales(op, kernel, num_in)
         kernel = None
     for name, parameter in (("kernel", kernel), ("bias", bias)):
         if is_scaled(parameter):
@@ -104,15 +100,43 @@ def _check_quantized(op: str, fp8: Recipe | None, kernel: Any, bias: Any) -> Non
             )
 
 
+def _check_scales(op, kernel, num_in):
+    """Raises an error if scales of columns or blocks do not fit a kernel [*in, *out].
+
+    Scales of columns have size 1 in the `num_in` input dimensions, and blocks are along
+    the last of them.
+    """
+    if kernel.scaling == "tensor":
+        return
+    ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
+    if kernel.scaling == "block":
+        wanted = (*ins[:-1], ins[-1] // MXFP8_BLOCK, *outs)
+    else:
+        wanted = (1,) * num_in + outs
+    if kernel.scales.shape != wanted:
+        raise ShapeContractError(
+            f"{op}: kernel is a ub.ScaledArray of shape {kernel.shape} with scales of "
+            f"shape {kernel.scales.shape}, but the layer takes scales of shape "
+            f"{wanted}. Let select of ub.fp8.quantize_params return {num_in}, the "
+            "number of contracted dimensions, or pass kernel.source, which the layer "
+            "quantizes itself."
+        )
+
+
 def promoted(
-    layout: ShardingLayout, promote_dtype: Callable[..., Any], x: Any, kernel, bias
+    layout: ShardingLayout,
+    promote_dtype: Callable[..., Any],
+    x: Any,
+    kernel,
+    bias,
+    num_in: int,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Casts x, kernel and bias by `promote_dtype`, and checks arguments and results.
 
     An FP8 kernel keeps its values, and its source is cast.
     """
     op = layout.op
-    _check_quantized(op, layout.fp8, kernel, bias)
+    _check_quantized(op, layout.fp8, kernel, bias, num_in)
     given = (x, source_of(kernel), bias)
     try:
         arrays = promote_dtype(*given)

@@ -40,6 +40,7 @@ from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.collectives import all_reduce_max
 from jax_ub._src.primitives.quantization import amax_of, amax_of_blocks, cast
 from jax_ub._src.runtime import settings
+from jax_ub._src.scalars import is_integer
 from jax_ub._src.scaled_array import (
     MXFP8_BLOCK,
     ScaledArray,
@@ -207,8 +208,8 @@ def _like(scale, x):
     return scale.reshape((1,) * x.ndim)
 
 
-def _quantized(ranks, recipe, role, x, axes=()):
-    scales = _scales(ranks, recipe, role, x, axes)
+def _quantized(ranks, recipe, role, x, axes=(), contracted=None):
+    scales = _scales(ranks, recipe, role, x, axes, contracted)
     return _cast(ranks, recipe, role, x, scales)
 
 
@@ -239,14 +240,17 @@ def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
 
-def _scales(ranks, recipe, role, x, axes=()):
+def _scales(ranks, recipe, role, x, axes=(), contracted=None):
     """Returns the FP8 scales of x, for recipes that do not use earlier steps.
 
     `axes` are the mesh axes that shard the contracted dimension of a kernel (FSDP).
+    `contracted` are the contracted dimensions; None takes the one of the role.
     """
     dtype = recipe.fp8_format.dtype(role)
-    axis = -2 if role == KERNEL else -1  # the contracted one
+    if contracted is None:
+        contracted = (-2,) if role == KERNEL else (-1,)
     if isinstance(recipe, MXFP8BlockScaling):
+        axis = contracted[-1]
         size = x.shape[axis]
         if size % MXFP8_BLOCK:
             name = "N" if role == OUTPUT_GRAD else "K"
@@ -256,7 +260,7 @@ def _scales(ranks, recipe, role, x, axes=()):
             )
         return block_scales(amax_of_blocks(ranks, x, axis), dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return row_scales(_maximum_over(axes, amax_of(ranks, x, (axis,))), dtype)
+        return row_scales(_maximum_over(axes, amax_of(ranks, x, contracted)), dtype)
     amax = _agreed(ranks, amax_of(ranks, x))
     return current_scale(amax, recipe, role)
 
@@ -367,7 +371,7 @@ def quantize_params(
     recipe: Recipe | None = None,
     *,
     axis_name: str | tuple[str, ...] | None = None,
-    select: Callable[[Any, Any], bool] | None = None,
+    select: Callable[[Any, Any], bool | int] | None = None,
 ) -> Any:
     """Quantizes the kernels in a tree of parameters to FP8, once per step.
 
@@ -379,12 +383,17 @@ def quantize_params(
     once per step.
 
     Args:
-        params: a tree of arrays, with kernels `[in, out]`.
+        params: a tree of arrays, with kernels `[in, out]` or `[*in, *out]`.
         recipe: the recipe; None takes `ub.fp8.Float8CurrentScaling()`.
         axis_name: the mesh axes whose ranks share a scale per tensor; see
             `ub.quantize`.
         select: a function of the key path and the array that returns whether to
-            quantize it; None selects the floating-point arrays of two dimensions.
+            quantize it, or for a kernel `[*in, *out]` the number of its contracted
+            dimensions `in`: 1 for `[in, heads, head_dim]`, 2 for `[heads, head_dim,
+            out]`. Recipes with a scale per row or block need the number for kernels of
+            more than two dimensions: scales of columns then have the shape `[1, ..., 1,
+            *out]`, and blocks are along the last of the dimensions `in`. None selects
+            the floating-point arrays of two dimensions.
 
     Returns:
         The tree, with a `ub.ScaledArray` in place of each selected array. Those that
@@ -392,8 +401,8 @@ def quantize_params(
 
     Raises:
         ConfigurationError: if `recipe` is not a recipe.
-        ShapeContractError: if `select` is not a function, or a selected array is not a
-            kernel; see `ub.quantize`.
+        ShapeContractError: if `select` is not a function, its result does not fit a
+            kernel, or a selected array is not a kernel; see `ub.quantize`.
         UnsupportedOverlapError: for `DelayedScaling`, whose state each kernel needs.
     """
     op = "quantize_params"
@@ -410,15 +419,16 @@ def quantize_params(
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_scaled)
     selects = _is_matrix if select is None else select
     leaves = [leaf for _, leaf in paths]
-    names = {
-        i: f"params{jax.tree_util.keystr(path)}"
-        for i, (path, leaf) in enumerate(paths)
-        if not is_scaled(leaf) and selects(path, leaf)
-    }
-    for i, name in names.items():
-        checks.check_rank(op, name, leaves[i])
-        checks.check_float(op, **{name: leaves[i]})
-        checks.check_not_empty(op, name, leaves[i])
+    names, contracted = {}, {}
+    for i, (path, leaf) in enumerate(paths):
+        answer = not is_scaled(leaf) and selects(path, leaf)
+        if answer:
+            names[i] = name = f"params{jax.tree_util.keystr(path)}"
+            checks.check_rank(op, name, leaf)
+            checks.check_float(op, **{name: leaf})
+            checks.check_not_empty(op, name, leaf)
+            label = f"{op}: {name}"
+            contracted[i] = _contracted_dims(label, recipe, leaf.shape, answer)
     if names and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
         ranks = ranks_of(op, axis_name)
         maxima = _agreed_maxima(
@@ -430,8 +440,36 @@ def quantize_params(
     else:
         for i, name in names.items():
             ranks = ranks_of(f"{op}: {name}", None)
-            leaves[i] = _quantized(ranks, recipe, KERNEL, leaves[i])
+            leaves[i] = _quantized(
+                ranks, recipe, KERNEL, leaves[i], contracted=contracted[i]
+            )
     return jax.tree.unflatten(tree, leaves)
+
+
+def _contracted_dims(label, recipe, shape, answer):
+    """Returns the contracted dimensions of a kernel from the answer of `select`."""
+    if not is_integer(answer):
+        if len(shape) > 2 and not isinstance(recipe, Float8CurrentScaling):
+            raise ShapeContractError(
+                f"{label} has shape {shape}, and {type(recipe).__name__} needs the "
+                "number of its contracted dimensions. Return it from select: 1 for "
+                "[in, heads, head_dim], 2 for [heads, head_dim, out]. Map stacked "
+                "kernels by jax.vmap."
+            )
+        return (-2,)
+    if not 0 < answer < len(shape):
+        raise ShapeContractError(
+            f"{label} has shape {shape}, but select returned {answer} contracted "
+            f"dimensions. Return a number from 1 to {len(shape) - 1}."
+        )
+    last = shape[answer - 1]
+    if answer > 1 and isinstance(recipe, MXFP8BlockScaling) and last % MXFP8_BLOCK:
+        raise ShapeContractError(
+            f"{label} has shape {shape}, whose last contracted dimension, {last}, is "
+            f"no multiple of {MXFP8_BLOCK}, which MXFP8 needs. Do not select it, so "
+            "that the layer quantizes it, or use RowwiseScaling."
+        )
+    return tuple(range(answer))
 
 
 def _is_matrix(path, leaf):

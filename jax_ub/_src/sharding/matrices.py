@@ -30,15 +30,14 @@ def _sharded_only_along(array, dims):
 def as_matrix(kernel: Any, num_in: int) -> Any:
     """Reshapes a kernel `[*in, *out]`, with `num_in` input dimensions, to a matrix.
 
-    If it is FP8, a scale per tensor becomes a scalar. A kernel with other scales is a
-    matrix.
+    If it is FP8, a scale per tensor becomes a scalar, and other scales a matrix.
     """
     if is_scaled(kernel):
         values = as_matrix(kernel.values, num_in)
         source = None if kernel.source is None else as_matrix(kernel.source, num_in)
-        scales = kernel.scales
-        scales = scales.reshape(()) if kernel.scaling == "tensor" else scales
-        return ScaledArray(values, scales, source)
+        if kernel.scaling == "tensor":
+            return ScaledArray(values, kernel.scales.reshape(()), source)
+        return ScaledArray(values, as_matrix(kernel.scales, num_in), source)
     kernel = _sharded_only_along(kernel, (0, num_in))
     # With explicit axes, one JAX reshape cannot merge both the input and the output
     # dimensions.

@@ -66,7 +66,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         x: activations, `[..., tokens, *in]`; `[*in]` counts as one token.
         kernels: `[*in, *out]` for each layer, or matrices `[out, in]` if
             `layout.rhs_transposed`. They share one all-gather of x. With `layout.fp8`
-            they may be FP8, with one scale each unless they are matrices.
+            they may be FP8; see `ub.fp8.quantize_params`.
         biases: `[*out]` for each kernel; None, or None for each, if there are none.
         main_grads: the f32 accumulators of the kernels' gradients; None like `biases`.
         fp8_states: the states of `layout.fp8`; None like `biases`. Kernels that share
