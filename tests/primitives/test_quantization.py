@@ -114,6 +114,16 @@ def test_vmap(mapped, scales_shape):
         same_bits(found[2], scaled_array.amax_of(x[:, 2]))
 
 
+def test_vmap_quantizes_an_unmapped_array_once():
+    x = numbers((6, 32), "float32")
+    for function in (
+        quantized,
+        lambda x: quantization.amax_of_blocks(EXECUTION, x, 1),
+    ):
+        found = jax.vmap(function, None, None, axis_size=4)(x)
+        same_bits(found, function(x))
+
+
 def quantized(x, execution=EXECUTION):
     amax = quantization.amax_of(execution, x)
     return quantization.cast(execution, x, amax / 448, E4M3)
@@ -193,6 +203,22 @@ def test_an_array_on_an_explicit_mesh_keeps_its_sharding():
         found = jax.jit(quantized)(x)
     assert jax.typeof(found).sharding.spec == P("tp", None)
     same_bits(found, scaled_array.cast(x, jnp.full((1, 1), 256 / 448), E4M3))
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_vmap_over_an_explicit_mesh_axis_keeps_the_sharding(is_jitted):
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
+    x = np.arange(1.0, 257, dtype="float32").reshape(4, 2, 32)
+
+    def both(x):
+        return quantized(x), quantization.amax_of_blocks(EXECUTION, x, 1)
+
+    function = jax.jit(jax.vmap(both)) if is_jitted else jax.vmap(both)
+    with jax.set_mesh(mesh):
+        found = function(jax.device_put(x, P("dp")))
+    for array, expected in zip(found, jax.vmap(both)(x), strict=True):
+        assert jax.typeof(array).sharding.spec == P("dp", None, None)
+        same_bits(array, expected)
 
 
 def test_exported_programs_need_no_engine():

@@ -34,11 +34,9 @@ def amax_of(
     It is infinite if there is a NaN. It has no gradient.
     """
     x = lax.stop_gradient(x)
-    if _is_plain(execution, x):
-        return scaled_array.amax_of(x, axes)
     axes = tuple(range(x.ndim)) if axes is None else axes
     axes = tuple(axis % x.ndim for axis in axes)
-    return _amax_p.bind(x, axes=axes, block_axis=None)
+    return _amax(execution.choice.method, x, axes=axes, block_axis=None)
 
 
 def amax_of_blocks(execution: Execution, x: jax.Array, axis: int) -> jax.Array:
@@ -47,9 +45,7 @@ def amax_of_blocks(execution: Execution, x: jax.Array, axis: int) -> jax.Array:
     It is NaN if there is a NaN. It has no gradient.
     """
     x = lax.stop_gradient(x)
-    if _is_plain(execution, x):
-        return scaled_array.amax_of_blocks(x, axis)
-    return _amax_p.bind(x, axes=(), block_axis=axis % x.ndim)
+    return _amax(execution.choice.method, x, axes=(), block_axis=axis % x.ndim)
 
 
 def cast(execution: Execution, x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
@@ -59,15 +55,30 @@ def cast(execution: Execution, x: jax.Array, scales: jax.Array, dtype) -> jax.Ar
     or has as many dimensions as x. The result has no gradient.
     """
     x, scales = lax.stop_gradient((x, scales))
-    if _is_plain(execution, x, scales):
-        return scaled_array.cast(x, scales, dtype)
     scales = scales.reshape(scales.shape or (1,) * x.ndim)
-    operands = vma.pcast_varying((x, scales), vma.axes_of(x, scales))
-    return _cast_p.bind(*operands, dtype=np.dtype(dtype))
+    return _cast(execution.choice.method, x, scales, dtype=np.dtype(dtype))
 
 
-def _is_plain(execution, *arrays):
-    return execution.choice.method is Method.XLA or vma.is_sharded(arrays)
+def _amax(method, x, *, axes, block_axis):
+    compute = _plain_amax if _is_plain(method, x) else _amax_p.bind
+    return compute(x, axes=axes, block_axis=block_axis)
+
+
+def _cast(method, *operands, dtype):
+    if _is_plain(method, *operands):
+        return scaled_array.cast(*operands, dtype)
+    operands = vma.pcast_varying(operands, vma.axes_of(*operands))
+    return _cast_p.bind(*operands, dtype=dtype)
+
+
+def _plain_amax(x, *, axes, block_axis):
+    if block_axis is None:
+        return scaled_array.amax_of(x, axes)
+    return scaled_array.amax_of_blocks(x, block_axis)
+
+
+def _is_plain(method, *arrays):
+    return method is Method.XLA or vma.is_sharded(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +160,7 @@ def _primitive(name, abstract, batch, lower):
     primitive = Primitive(name)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
-    batching.fancy_primitive_batchers[primitive] = batch
+    batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, lower)
     return primitive
 
@@ -159,25 +170,22 @@ def _abstract_amax(x, *, axes, block_axis):
     return vma.result_aval(shape, np.dtype(np.float32), vma.axes_of(x), like=x)
 
 
-def _batch_amax(axis_data, operands, dims, *, axes, block_axis):
-    (x,) = _mapped_in_front(axis_data, operands, dims)
+def _batch_amax(operands, dims, *, axes, block_axis):
+    (x,) = _mapped_in_front(operands, dims)
     axes = tuple(axis + 1 for axis in axes)
     block_axis = None if block_axis is None else block_axis + 1
-    return _amax_p.bind(x, axes=axes, block_axis=block_axis), 0
+    return _amax(Method.AUTO, x, axes=axes, block_axis=block_axis), 0
 
 
-def _mapped_in_front(axis_data, operands, dims):
+def _mapped_in_front(operands, dims):
     """Moves the mapped axis of each operand to the front. Repeats unmapped operands."""
-    pairs = zip(operands, dims, strict=True)
-    return [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in pairs]
+    pairs = list(zip(operands, dims, strict=True))
+    size = next(x.shape[dim] for x, dim in pairs if dim is not None)
+    return [batching.bdim_at_front(x, dim, size) for x, dim in pairs]
 
 
 def _lower_amax(ctx, x, *, axes, block_axis):
-    if block_axis is None:
-        every = None if len(axes) == ctx.avals_in[0].ndim else axes
-        plain = functools.partial(scaled_array.amax_of, axes=every)
-    else:
-        plain = functools.partial(scaled_array.amax_of_blocks, axis=block_axis)
+    plain = functools.partial(_plain_amax, axes=axes, block_axis=block_axis)
     keeps_nan = block_axis is not None
     return _lower(ctx, "jax_ub.amax", plain, ctx.avals_out[0], x, keeps_nan=keeps_nan)
 
@@ -186,9 +194,9 @@ def _abstract_cast(x, scales, *, dtype):
     return vma.result_aval(x.shape, dtype, vma.axes_of(x, scales), like=x)
 
 
-def _batch_cast(axis_data, operands, dims, *, dtype):
-    operands = _mapped_in_front(axis_data, operands, dims)
-    return _cast_p.bind(*operands, dtype=dtype), 0
+def _batch_cast(operands, dims, *, dtype):
+    operands = _mapped_in_front(operands, dims)
+    return _cast(Method.AUTO, *operands, dtype=dtype), 0
 
 
 def _lower_cast(ctx, x, scales, *, dtype):
