@@ -9,8 +9,8 @@ class Stages(TypedDict):
     instantiate: Any
     execute: Any
 
-class Execute(TypedDict):
-    """The XLA FFI handler of a target without state, as a capsule."""
+class QuantizeStages(TypedDict):
+    """The XLA FFI handler of `jax_ub.amax` or `jax_ub.cast`, as a capsule."""
 
     execute: Any
 
@@ -111,7 +111,7 @@ xla_ffi_api_version: tuple[int, int]
 def targets() -> dict[str, Stages]:
     """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
 
-def quantize_targets() -> dict[str, Execute]:
+def quantize_targets() -> dict[str, QuantizeStages]:
     """Returns the handlers of ``jax_ub.amax`` and ``jax_ub.cast``, by target name."""
 
 def call_site_type() -> CallSiteType:

@@ -60,7 +60,7 @@ def test_a_stub_has_the_names_and_members_of_its_module(name):
         ("Op", lambda cpu: cpu.ops()["matmul"]),
         ("DType", lambda cpu: cpu.dtypes()["f32"]),
         ("Stages", lambda cpu: cpu.targets()["jax_ub$matmul"]),
-        ("Execute", lambda cpu: cpu.quantize_targets()["jax_ub.cast"]),
+        ("QuantizeStages", lambda cpu: cpu.quantize_targets()["jax_ub.cast"]),
     ],
 )
 def test_a_dictionary_has_the_keys_of_its_stub(of, found):

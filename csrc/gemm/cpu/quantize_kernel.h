@@ -54,9 +54,10 @@ inline int32_t RoundedToFp8(float x) {
   // The exponent of the smallest normal FP8 number.
   constexpr int32_t kLeastExponent =
       static_cast<int32_t>(127 + 1 - kFormat.exponent_bias) << kSignificandBits;
-  // The largest FP8 number, as an f32. In both formats its significand is 1.75.
-  constexpr int32_t kLargest = kTo == DType::kE4M3 ? 0x43e00000 : 0x47600000;
-  constexpr int32_t kNan = kTo == DType::kE4M3 ? 0x7f : 0x7e;
+  // The largest FP8 number, as an f32.
+  constexpr int32_t kLargest = BF16OfFp8<kTo>(kFormat.first_special - 1) << 16;
+  // A quiet NaN, whose highest bit of the mantissa is set.
+  constexpr int32_t kNan = kFormat.first_special | 1 << (kFormat.mantissa_bits - 1);
   const int32_t bits = BitsOf(x);
   const int32_t magnitude = bits & kMagnitudeMask;
   const int32_t clipped = magnitude < kLargest ? magnitude : kLargest;

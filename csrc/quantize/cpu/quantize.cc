@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gemm/cpu/isa.h"
+#include "gemm/cpu/operand.h"
 #include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
@@ -14,13 +15,11 @@ namespace {
 
 // Number of elements of a unit. It takes about as long as it takes to wake a thread.
 constexpr int64_t kUnitElements = int64_t{1} << 16;
-// Elements that a thread processes per microsecond. Measured on Zen 4 with arrays that
-// fit into the L2 cache.
+// Approximate number of elements that a thread processes per microsecond with AVX512.
+// Only the number of threads depends on it.
 constexpr double kElementsPerUs = 3000;
 constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kLargestNan = 0x7fffffff;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void AtomicMax(int32_t* to, int32_t value) {
   const std::atomic_ref<int32_t> shared(*to);
@@ -58,7 +57,7 @@ QuantizeUnits::QuantizeUnits(const ScaleLayout& layout)
   const int64_t of_group = std::max<int64_t>(layout.rows * layout.columns, 1);
   if (of_group > kUnitElements) {
     const int64_t columns = CeilDiv(layout.columns, CeilDiv(of_group, kUnitElements));
-    slice_columns_ = CeilDiv(columns, kQuantizeBlock) * kQuantizeBlock;
+    slice_columns_ = RoundUp(columns, kQuantizeBlock);
     slices_ = CeilDiv(layout.columns, slice_columns_);
   } else {
     groups_per_unit_ = kUnitElements / of_group;
@@ -121,7 +120,7 @@ void CastPass::RunUnit(const QuantizeUnits& units, int64_t unit) const {
       return;
     }
     if (scale != group_scale) {
-      const int64_t padded = CeilDiv(count, kQuantizeBlock) * kQuantizeBlock;
+      const int64_t padded = RoundUp(count, kQuantizeBlock);
       first.resize(padded);
       second.resize(padded);
       for (int64_t c = 0; c < count; ++c) {
