@@ -246,6 +246,58 @@ def test_microbatches_share_a_state_whose_sum_is_the_maximum(loop, order):
         state = new
 
 
+def in_wrapped_function(wrap):
+    """Returns a loop that passes the state as an argument of a wrapped function."""
+    return lambda loss, state: over_scan(lambda x: wrap(loss)(state, x), XS)
+
+
+def in_inner_scan(loss):
+    def run(state, x):
+        states = jax.tree.map(lambda leaf: leaf[None], state)
+        return over_scan(lambda state: loss(state, x), states)
+
+    return run
+
+
+def in_carry(loss, state):
+    def body(carry, x):
+        total, state = carry
+        return (total + loss(state, x), state), None
+
+    return jax.lax.scan(body, (0.0, state), XS)[0][0]
+
+
+@pytest.mark.parametrize("length", [3, 5])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        in_wrapped_function(jax.jit),
+        in_wrapped_function(jax.checkpoint),
+        in_wrapped_function(in_inner_scan),
+        in_carry,
+    ],
+    ids=["jit", "checkpoint", "inner scan", "carry"],
+)
+def test_apply_updates_restores_a_sum_of_states(loop, length):
+    recipe = FP8.DelayedScaling(amax_history_len=length)
+
+    @jax.jit
+    def update(state, factor):
+        def loss(state, x):
+            quantized = ub.quantize(factor * x, recipe, state=state)
+            return jnp.sum(quantized.dequantize(jnp.float32))
+
+        gradient = jax.grad(lambda state: loop(loss, state))(state)
+        return FP8.apply_updates(state, gradient)
+
+    one_call = step(recipe)
+    state = expected = FP8.init_state(recipe)
+    for factor in (0.0, 1.0, 2.0, 0.0, 0.5, jnp.inf, 0.25, 1.0, 2.0, 3.0, 4.0, 5.0):
+        state = update(state, factor)
+        _, expected = one_call(expected, factor * jnp.sum(XS[:, :, :1], 0))
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
 def test_a_state_that_some_microbatches_skip_has_the_maximum_of_the_others():
     recipe = FP8.DelayedScaling(amax_history_len=2)
     state = FP8.init_state(recipe)

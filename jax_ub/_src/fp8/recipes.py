@@ -467,5 +467,9 @@ def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
     """Returns the amax history with this step's amax in place of the oldest one.
 
     The amax is at index 0, and the others are shifted as in Flax.
+
+    Args:
+        history: f32 `[..., amax_history_len]`.
+        amax: f32 `[...]`.
     """
-    return jnp.roll(history, -1).at[0].set(amax.reshape(()))
+    return jnp.roll(history, -1, -1).at[..., 0].set(amax)

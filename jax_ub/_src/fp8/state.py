@@ -1,5 +1,6 @@
 """State of `DelayedScaling`: an amax history and a scale for each tensor."""
 
+import collections
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from jax_ub._src.fp8.recipes import (
     DelayedScaling,
     Recipe,
     check_recipe,
+    updated_history,
 )
 from jax_ub._src.primitives.claims import claim
 from jax_ub._src.scaled_array import is_scaled
@@ -192,6 +194,10 @@ def apply_updates(state: Any, gradients: Any) -> Any:
     the old state only where its scale is finite and above zero: the gradient is zero if
     the layer was not used, and may be minus infinity if `jax.lax.cond` skipped it.
 
+    JAX adds the new states of calls that share a state. The scale and the earlier
+    amaxes are then restored. The sum of the latest amaxes is stored as their maximum,
+    of which it is an upper bound.
+
     Transformer Engine: it updates scales when an autocast ends.
 
     Args:
@@ -219,9 +225,11 @@ def apply_updates(state: Any, gradients: Any) -> Any:
         (*_sibling(path), jax.tree_util.keystr(path), before, after)
         for (path, before), after in zip(old, new, strict=True)
     ]
-    scales = {prefix: after for prefix, kind, *_, after in leaves if kind == SCALE}
+    tensors: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for prefix, kind, _, before, after in leaves:
+        tensors[prefix][kind] = before, after
     for prefix, kind, key, before, after in leaves:
-        if not kind or prefix not in scales:
+        if not kind or SCALE not in tensors[prefix]:
             raise ShapeContractError(
                 f"{op}: state{key} is neither a scale nor its amax history. Pass the "
                 "state alone, without parameters and main_grads."
@@ -233,12 +241,51 @@ def apply_updates(state: Any, gradients: Any) -> Any:
                 f"{op}: {key} has shape {before.shape} in state, but {after.shape} in "
                 "gradients. Pass the gradient with respect to the state."
             )
-    is_valid = {prefix: jnp.isfinite(s) & (s > 0) for prefix, s in scales.items()}
-    results = [
-        jnp.where(is_valid[prefix], after, before)
-        for prefix, _, _, before, after in leaves
-    ]
+    updated = {
+        prefix: _updated(of_tensor[SCALE], of_tensor.get(HISTORY))
+        for prefix, of_tensor in tensors.items()
+    }
+    results = [updated[prefix][kind] for prefix, kind, *_ in leaves]
     return jax.tree.unflatten(tree, results)
+
+
+def _updated(scale, history):
+    """Returns a tensor's new scale and amax history by name.
+
+    Each argument is a pair of the old value and its gradient. `history` may be None.
+    """
+    (old_scale, new_scale), updated = scale, {}
+    is_valid = jnp.isfinite(new_scale) & (new_scale > 0)
+    if history is not None:
+        old_history, new_history = history
+        shifted = updated_history(old_history, new_history[..., 0])
+        num = _num_added(scale, history, shifted)
+        new_scale = new_scale / num
+        new_history = jnp.where(num > 1, shifted, new_history)
+        updated[HISTORY] = jnp.where(is_valid, new_history, old_history)
+    return {SCALE: jnp.where(is_valid, new_scale, old_scale), **updated}
+
+
+def _num_added(scale, history, shifted):
+    """Returns how many new states of a tensor JAX has added, f32 `[..., 1]`.
+
+    All amaxes except the latest are the old ones, so their sum is a multiple of them.
+    An old history of zeros leaves the scale as it is, and the new one is a multiple.
+
+    Args:
+        scale: the old and the new scale.
+        history: the old and the new amax history.
+        shifted: the old history with the latest amax of the new one.
+    """
+    old, new = shifted[..., 1:], history[1][..., 1:]
+    finite = [jnp.where(jnp.isfinite(h), h, 0) for h in (old, new)]
+    largest, total = (jnp.max(h, -1, keepdims=True, initial=0) for h in finite)
+    is_unused = jnp.all(history[0] == 0, -1, keepdims=True)
+    of_scale = jnp.where(is_unused, scale[1] / scale[0], 1)
+    num = jnp.round(jnp.where(largest > 0, total / largest, of_scale))
+    is_multiple = jnp.isclose(new, num * old, rtol=1e-4, atol=0, equal_nan=True)
+    is_sum = (num > 1) & jnp.all(is_multiple, -1, keepdims=True)
+    return jnp.where(is_sum, num, 1)
 
 
 def _sibling(path):
