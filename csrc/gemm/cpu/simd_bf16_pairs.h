@@ -28,9 +28,9 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
-// The order of bytes that pairs two rows of 32 FP8 numbers by column. Each row is in the
-// lower half of a vector. With this order, PairsOfFp8 returns a pair of bf16 numbers for
-// each column: columns 0 to 15 in the first vector, columns 16 to 31 in the second.
+// The order of bytes with which PairsOfFp8 converts two rows of 32 FP8 numbers, each in
+// the lower half of a vector, to pairs of bf16. A pair has both numbers of a column.
+// Columns 0 to 15 are in the first result vector, and columns 16 to 31 in the second.
 inline constexpr ByteOrder kOrderOfTwoRows = OrderOfBytes(1, 64, 16);
 
 // Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and an

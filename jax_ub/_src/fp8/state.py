@@ -250,7 +250,7 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _updated(scale, history):
-    """Returns a tensor's new scale and amax history by name.
+    """Returns a dict of a tensor's new scale and amax history.
 
     Each argument is a pair of the old value and its gradient. `history` may be None.
     """

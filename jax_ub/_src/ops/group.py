@@ -61,7 +61,7 @@ class ExtraTensorEdges:
 
     @property
     def from_outside(self) -> tuple[int, ...]:
-        """Returns the edges of the extra inputs from outside of the list, in order."""
+        """Returns the edges of the extra inputs that no operation here produces."""
         produced = set(itertools.chain(*self.outputs))
         read = dict.fromkeys(itertools.chain(*self.inputs))
         return tuple(edge for edge in read if edge not in produced)

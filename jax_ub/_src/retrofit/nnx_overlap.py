@@ -462,8 +462,7 @@ def _record_others(model, layers, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         if owner is None:
-            # A layer of jax_ub.flax overlaps without `ub.overlap`, so it is not
-            # reported.
+            # Layers of jax_ub.flax, which overlap by themselves, are no fallbacks.
             if hasattr(module, "sharding_layout"):
                 continue
             why = f"belongs to a {type(module).__name__}, which overlap does not know"

@@ -181,7 +181,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """Returns a copy with method "xla", plain `jax.lax`, for all passes."""
+        """Returns a copy with which forward and backward run by method "xla"."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),

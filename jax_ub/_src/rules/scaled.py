@@ -195,8 +195,8 @@ def quantized(
             f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out fp8_state."
         )
     if config.is_mapped:
-        # Over an axis of `jax.vmap`, JAX differentiates the call itself. The gradients
-        # of FP8 operands need the `custom_vjp`.
+        # Calls over an axis of `jax.vmap` have no `custom_vjp`, which the gradients of
+        # FP8 operands need.
         raise UnsupportedOverlapError(
             f"{label}: FP8 operands over {config.axis_name}, an axis of jax.vmap. Use "
             "jax.shard_map."

@@ -148,7 +148,7 @@ def _without_fp8(ops):
 
 
 def _unmeasured(found: Options, in_job: bool) -> dict[str, str]:
-    """Returns the ops that have no case with these options, each with the reason."""
+    """Returns the ops that these options exclude, each with the reason as text."""
     if in_job:
         alone = [op for op in found.ops if op not in JOB_OPS]
         reason = f"none of {','.join(alone)} is compared over processes. Take some of "
