@@ -15,7 +15,9 @@ from overlapped_mlp import SPECS, mlp, operands
 from programs import cache_options, dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.prediction import estimate as simulate
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.prediction.estimate import estimate
+from jax_ub._src.prediction.hardware import HARDWARE
 
 COLUMN = {"0": "column"}
 
@@ -40,10 +42,10 @@ def test_pairs_of_a_collective_and_a_dot_are_listed():
     times = [row.predicted_s for row in found.rows]
     # The times of the pairs are those of method "xla".
     calls = ub.explain(mlp(), *operands()).rows
-    sizes = {"M": 64, "P": 4, "dtype": np.float32, "hardware": "cpu"}
+    xla, rest = MethodChoice(Method.XLA), (4, np.float32, HARDWARE["cpu"])
     assert times == [
-        simulate.predict(calls[0].op, "xla", K=16, N=32, **sizes),
-        simulate.predict(calls[1].op, "xla", K=32, N=16, **sizes),
+        estimate(calls[0].op, xla, 64, 16, 32, *rest).seconds,
+        estimate(calls[1].op, xla, 64, 32, 16, *rest).seconds,
     ]
 
 

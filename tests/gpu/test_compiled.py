@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ub as ub
 from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
+from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.runtime import cuda_engine, settings, tuned_file
 from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools.command_line import Shape
@@ -234,12 +235,11 @@ def order_of(text):
 def test_xla_gathers_kernels_during_calls_whose_time_it_knows(mesh, monkeypatch):
     text = gathered_layers(mesh)
     latencies = re.findall(r'jax_ub\$(\w+)".*?latency_metadata="(\d+)"', text)
+    sizes = (4096, 8192, 8192, 2, "bfloat16", HARDWARE["h100"])
+    auto = MethodChoice(Method.AUTO)
     expected = [
-        (op, str(round(1e9 * simulate.predict(op, "auto", *sizes))))
-        for op, *sizes in (
-            ("all_gather_matmul", 4096, 8192, 8192, 2, "bfloat16", "h100"),
-            ("matmul_reduce_scatter", 4096, 8192, 8192, 2, "bfloat16", "h100"),
-        )
+        (op, str(round(1e9 * simulate.estimate(op, auto, *sizes).seconds)))
+        for op in ("all_gather_matmul", "matmul_reduce_scatter")
     ]
     assert latencies == 4 * expected
     # The kernel of the next call is gathered during each call.

@@ -13,13 +13,15 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.prediction.estimate import estimate, predict
+from jax_ub._src.prediction.estimate import estimate
+from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.mesh import find_ranks
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.errors import UnsupportedOverlapError
 
+AUTO = MethodChoice(Method.AUTO)
 H100 = "NVIDIA H100 80GB HBM3"
 # Tokens for which XLA and the overlapped call are predicted to be faster, on 8 ranks.
 FEW, MANY = 512, 8192
@@ -65,8 +67,8 @@ def latencies(text):
 
 
 def test_xla_is_told_the_predicted_time(gpus):
-    sizes = (MANY, 8192, 10240, 8, "bfloat16", "h100")
-    found = estimate("all_gather_matmul", "auto", *sizes)
+    sizes = (MANY, 8192, 10240, 8, "bfloat16", HARDWARE["h100"])
+    found = estimate("all_gather_matmul", AUTO, *sizes)
     assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
     gpus.kind = "NVIDIA GB999"
     assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
@@ -84,8 +86,8 @@ def pipelined(num_splits):
 
     run = on_ranks(function, tp_mesh(8), (P("tp"), P(None, "tp")), P(None, "tp"))
     operands = [shape(64, 32, dtype="bfloat16"), shape(32, 64, dtype="bfloat16")]
-    sizes = (64, 32, 64, 8, "bfloat16", "h100")
-    return run, operands, predict("all_gather_matmul", choice, *sizes)
+    sizes = (64, 32, 64, 8, "bfloat16", HARDWARE["h100"])
+    return run, operands, estimate("all_gather_matmul", choice, *sizes).seconds
 
 
 def test_xla_is_told_the_time_of_the_splits_of_a_call(gpus):
@@ -110,8 +112,8 @@ def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
     pattern = r"overlapped it is predicted to take (\d+) us, and as XLA's .* (\d+) us"
     overlapped_us, xla_us = map(int, re.search(pattern, fallback.reason).groups())
     assert overlapped_us > xla_us
-    sizes = (FEW, 8192, 10240, 8, "bfloat16", "h100")
-    found = estimate("all_gather_matmul", "auto", *sizes)
+    sizes = (FEW, 8192, 10240, 8, "bfloat16", HARDWARE["h100"])
+    found = estimate("all_gather_matmul", AUTO, *sizes)
     assert (found.method, round(1e6 * found.seconds)) == ("xla", xla_us)
     assert "`python -m jax_ub tune` measures it" in fallback.reason
     with recording() as lowered:

@@ -12,7 +12,7 @@ from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.replay import Processors, Workload, replay
 from jax_ub._src.tools.models import MODELS
 
-MACHINE = hardware.find("h100")
+MACHINE = hardware.HARDWARE["h100"]
 UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
 MEASURED = pathlib.Path(__file__).parents[2] / "docs/gpu/2026-11-27"
 LANES = KernelOptions.num_lanes

@@ -130,7 +130,7 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
 )
 def test_one_rank_represents_all_ranks(name, op, method, variant):
     """A rank fills a slot of a peer when the peer fills that slot of another rank."""
-    machine = hardware.find(name)
+    machine = hardware.HARDWARE[name]
     num_splits = 3 if method == "pipeline" else 1
     for num_ranks in (2, 3, 8):
         if variant is Variant.AGGREGATE and num_ranks == 3:
@@ -153,7 +153,7 @@ def test_one_rank_represents_all_ranks(name, op, method, variant):
 
 def test_pairs_of_chunks_are_one_kernel():
     work = Workload("all_gather_matmul", 4096, 4096, 4096, 8)
-    spans = spans_of(work, hardware.find("h200"), variant=Variant.AGGREGATE)
+    spans = spans_of(work, hardware.HARDWARE["h200"], variant=Variant.AGGREGATE)
     gemms = [span.chunks for span in spans if span.kind == "multiply"]
     assert gemms == [(0,), (1,), (6, 7), (4, 5), (2, 3)]
 
@@ -161,14 +161,14 @@ def test_pairs_of_chunks_are_one_kernel():
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_collective_has_no_product(op):
     work = Workload(op, 1024, 512, 512, 4)
-    kinds = {s.kind for s in spans_of(work, hardware.find("h100"), "bulk")}
+    kinds = {s.kind for s in spans_of(work, hardware.HARDWARE["h100"], "bulk")}
     assert "put" in kinds
     assert "multiply" not in kinds
 
 
 def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    spans = spans_of(work, hardware.find("h200"), "pipeline", 2, streams=2)
+    spans = spans_of(work, hardware.HARDWARE["h200"], "pipeline", 2, streams=2)
     mine = sorted((s.start_s, s.end_s) for s in spans if s.kind != "multiply")
     assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
     gemms = [(s.start_s, s.end_s) for s in spans if s.kind == "multiply"]
@@ -186,13 +186,13 @@ def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
 def test_a_gpu_launches_as_often_as_the_engine(op, method, num_launches):
     # As counted by CallsOfEightRanksTakeFewLaunches in cuda_engine_test.cc.
     work = Workload(op, 1024, 1024, 1024, 8)
-    spans = spans_of(work, hardware.find("h100"), method, streams=2)
+    spans = spans_of(work, hardware.HARDWARE["h100"], method, streams=2)
     assert len(spans) == num_launches
 
 
 def test_an_all_reduce_in_one_exchange_is_one_kernel_and_its_gemm():
     work = Workload("matmul_all_reduce", 64, 1024, 1024, 8)
-    spans = spans_of(work, hardware.find("h100"), variant=Variant.ONE_SHOT)
+    spans = spans_of(work, hardware.HARDWARE["h100"], variant=Variant.ONE_SHOT)
     # The kernel sends, waits and sums.
     kinds = [span.kind for span in spans]
     assert kinds == ["multiply", *7 * ["put"], "reduce", "end"]
@@ -201,7 +201,7 @@ def test_an_all_reduce_in_one_exchange_is_one_kernel_and_its_gemm():
 
 
 def test_a_sum_runs_when_the_gemms_before_it_leave_the_multiprocessors():
-    machine = hardware.find("h100")
+    machine = hardware.HARDWARE["h100"]
     processors = Processors(machine, 1)
     _, first_s = processors.run(0.0, Gemm(4096, 4096, 4096))
     start, end = processors.run_on_all(0.0, 1e-4)
@@ -213,7 +213,7 @@ def test_a_sum_runs_when_the_gemms_before_it_leave_the_multiprocessors():
 
 def test_a_rank_of_a_host_runs_one_step_at_a_time():
     work = Workload("all_gather_matmul", 4096, 512, 512, 4)
-    spans = spans_of(work, hardware.find("cpu"))
+    spans = spans_of(work, hardware.HARDWARE["cpu"])
     assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:], strict=False))
 
 
@@ -227,12 +227,12 @@ def test_a_rank_of_a_host_runs_one_step_at_a_time():
 )
 def test_a_pipeline_has_as_many_splits_as_the_engine(op, machine, num_puts):
     work = Workload(op, 4096, 4096, 4096, 4)
-    spans = spans_of(work, hardware.find(machine), "pipeline", num_splits=0)
+    spans = spans_of(work, hardware.HARDWARE[machine], "pipeline", num_splits=0)
     assert sum(span.kind == "put" for span in spans) == num_puts
 
 
 def test_a_variant_that_an_op_lacks_has_no_effect():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    machine = hardware.find("h100")
+    machine = hardware.HARDWARE["h100"]
     found = spans_of(work, machine, variant=Variant.AGGREGATE)
     assert found == spans_of(work, machine)

@@ -5,14 +5,16 @@ import pathlib
 
 import pytest
 
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.prediction.replay import Processors, Workload
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = dataclasses.replace(
-    hardware.find("h200"), reserved_processors=2, launch_s=3e-6
+    hardware.HARDWARE["h200"], reserved_processors=2, launch_s=3e-6
 )
+AUTO = MethodChoice(Method.AUTO)
 UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
 TEXT = pathlib.Path(__file__).with_name("gpu_model.md").read_text()
 
@@ -47,7 +49,7 @@ def test_layers_have_the_bounds_of_the_separate_model(name):
     for cells in (cells for cells in LAYERS if cells[0] == name):
         work = workload(*cells[:4])
         sizes = (work.M, work.K, work.N, work.num_ranks)
-        found = estimate(work.op, "auto", *sizes, "bfloat16", MACHINE)
+        found = estimate(work.op, AUTO, *sizes, "bfloat16", MACHINE)
         times = (found.gemm_s, found.wire_s, found.serial_s, found.ideal_s)
         limit = found.serial_s / found.ideal_s
         assert cells[4:] == [*map(us, times), f"{limit:.2f}"]

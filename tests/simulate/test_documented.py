@@ -13,7 +13,8 @@ from jax_ub._src.tools.models import MODELS
 from jax_ub._src.tools.simulate import fp8_row
 from jax_ub._src.tools.tune.cases import candidates
 
-MACHINE = hardware.find("h100")
+AUTO = MethodChoice(Method.AUTO)
+MACHINE = hardware.HARDWARE["h100"]
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "simulate.md"
 
@@ -21,7 +22,7 @@ PAGE = DOCS / "simulate.md"
 def candidates_of(layer, num_ranks):
     """Returns what `tune` measures, as far as the simulator distinguishes it."""
     sizes = (8192, layer.K, layer.N, "bfloat16")
-    found = {MethodChoice(Method.AUTO): None}
+    found = {AUTO: None}
     for choice in candidates(TunedKey(layer.op, num_ranks, *sizes), is_cuda=True):
         given = choice.kernel_options
         options = KernelOptions(num_lanes=given.num_lanes, variant=given.variant)
@@ -32,7 +33,7 @@ def candidates_of(layer, num_ranks):
 def row_of(layer, num_ranks, goal):
     """Returns the cells of a layer that follow its name."""
     sizes = (8192, layer.K, layer.N, num_ranks, "bfloat16", MACHINE)
-    auto = estimate(layer.op, "auto", *sizes)
+    auto = estimate(layer.op, AUTO, *sizes)
     tuned_s = min(
         estimate(layer.op, choice, *sizes).seconds
         for choice in candidates_of(layer, num_ranks)
@@ -75,7 +76,7 @@ def first_power_without_xla(op):
         for tokens in (2**n for n in range(6, 14))
         for layer in layers
         for sizes in [(tokens, layer.K, layer.N, 8)]
-        if estimate(op, "auto", *sizes, np.float16, MACHINE).method == "xla"
+        if estimate(op, AUTO, *sizes, np.float16, MACHINE).method == "xla"
     ]
     return 2 * max(left_to_xla)
 
@@ -100,7 +101,7 @@ def test_the_gains_of_fp8_are_documented():
     )
     rows = {
         (model, gpu): [
-            fp8_row(layer, 8192, 8, hardware.find(gpu)) for layer in MODELS[model]
+            fp8_row(layer, 8192, 8, hardware.HARDWARE[gpu]) for layer in MODELS[model]
         ]
         for model in MODELS
         for gpu in ("h100", "b200")

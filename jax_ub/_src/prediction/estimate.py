@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jax_ub._src import methods
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
-from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
-from jax_ub._src.prediction import hardware as machines
+from jax_ub._src.methods import Method, MethodChoice, Variant, auto_on_gpus
+from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.replay import PRODUCTS, Workload, gemm_s, replay
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
@@ -24,8 +22,8 @@ _CONCURRENT = {
     "matmul": "all_gather",
 }
 OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT)
-# The machine that is assumed if the cost model does not know the GPUs of a call.
-_ASSUMED = "h100"
+# Stands for unknown GPUs, on which every call overlaps: XLA's collectives never end.
+_UNKNOWN_GPU = dataclasses.replace(hardware.HARDWARE["h100"], collective_s=math.inf)
 # Seconds that a host takes to enqueue one kernel launch. Measured on one H100: 154 to
 # 254 us for calls of 19 to 36 launches (docs/gpu/2026-11-27).
 _ENQUEUE_S = 7.5e-6
@@ -46,6 +44,7 @@ class Prediction:
             partial sums in f32.
         moved_bytes: bytes that each rank sends, and also receives.
         variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
+        why_xla_is_faster: the reason if "auto" leaves a call on GPUs to XLA, or None.
     """
 
     op: str
@@ -57,7 +56,8 @@ class Prediction:
     plain_s: float
     moved_bytes: float
     variant: str
-    seconds: float = 0.0
+    seconds: float
+    why_xla_is_faster: str | None
 
     @property
     def ideal_s(self) -> float:
@@ -67,79 +67,35 @@ class Prediction:
     def serial_s(self) -> float:
         return self.library_gemm_s + self.collective_s
 
-    @property
-    def why_xla_is_faster(self) -> str | None:
-        """Returns the reason to leave a call on GPUs to XLA, or None.
-
-        Only a GEMM that overlaps its own communication is left to XLA. For other calls,
-        the predictions differ only by the assumed efficiencies of the collectives.
-        """
-        is_one_shot = self.variant == Variant.ONE_SHOT.value
-        if self.op not in PRODUCTS or is_one_shot or self.seconds <= self.plain_s:
-            return None
-        return (
-            f"overlapped it is predicted to take {1e6 * self.seconds:.0f} us, and as "
-            f"XLA's GEMM and collective {1e6 * self.plain_s:.0f} us; `python -m jax_ub "
-            "simulate` prints the rates, and `python -m jax_ub tune` measures it"
-        )
-
-
-def predict(*arguments, **options) -> float:
-    """Predicts the seconds of one call; takes the same arguments as `estimate`."""
-    return estimate(*arguments, **options).seconds
-
 
 def estimate(  # noqa: PLR0913, the call and the machine
     op: str,
-    method: str | Method | MethodChoice,
+    choice: MethodChoice,
     M: int,
     K: int,
     N: int,
     P: int,
     dtype,
-    hardware: str | machines.Hardware = "h200",
+    machine: hardware.Hardware,
     gathered_dtype=None,
+    enqueue_s: float = 0.0,
 ) -> Prediction:
     """Predicts the time of one call of jax_ub with the simulator's cost model.
 
     Args:
         op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
-        method: a method, with its options if it is a `MethodChoice`; "auto" runs as on
-            the machine, where it may be "xla", which is the library's GEMM and the
-            vendor's collective one after the other, with sums in f32.
+        choice: the method and its options; "auto" may run as "xla" on a GPU.
         M: number of tokens, summed over all ranks.
         K: global contracting size; for collectives, bulk ops and wgrad, the number of
             features of the communicated tensor.
         N: global number of output features; ignored for collectives.
         P: number of ranks.
         dtype: dtype of the operands.
-        hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
+        machine: a machine of `HARDWARE` or another one.
         gathered_dtype: dtype in which an array is all-gathered, if it is not `dtype`,
             as with `wire_dtype="fp8"`.
+        enqueue_s: seconds that a host needs for each launch on a GPU.
     """
-    if op not in OPS:
-        raise UnknownNameError(
-            f"simulate: op {shown(op)} is not known. {nearest(op, OPS)}"
-        )
-    if min(M, K, N, P) < 1:
-        raise ShapeContractError(
-            f"simulate: {op} of M = {M}, K = {K}, N = {N} on P = {P} ranks. Give sizes "
-            "of at least 1."
-        )
-    if not isinstance(method, MethodChoice):
-        method = MethodChoice(methods.resolve("simulate", method, None))
-    machine = machines.find(hardware)
-    call = op, (M, K, N, P), dtype, machine, gathered_dtype
-    found = _estimate(method, *call)
-    is_auto_on_gpus = method.method is Method.AUTO and not machine.is_host
-    if is_auto_on_gpus and found.why_xla_is_faster:
-        return _estimate(MethodChoice(Method.XLA), *call)
-    return found
-
-
-def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None, enqueue_s=0.0):
-    """Predicts a call as the engine runs it, even if "auto" would select XLA."""
-    M, K, N, P = sizes
     part, itemsize = machine.shared_by(P), np.dtype(dtype).itemsize
     if op == "matmul":  # a rank's GEMM, without communication
         N, P = N // P, 1
@@ -162,43 +118,56 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None, enqueue_s=
     plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)
     itemsizes = work.sent_itemsize, xla_itemsize, plain_itemsize
     moved_bytes, xla_bytes, plain_bytes = map(work.moved_bytes, itemsizes)
-    if run.kernel_options.variant is Variant.ONE_SHOT:
+    is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
+    if is_one_shot:
         moved_bytes = work.one_shot_bytes
-    found = Prediction(
+    wire_s = moved_bytes / part.wire_bytes_per_s
+    seconds = plain_s = library_gemm_s + part.vendor_collective_s(plain_bytes)
+    if run.method is not Method.XLA:
+        times = library_gemm_s, wire_s, enqueue_s
+        seconds = max(alone_s, _engine_s(op, work, run, machine, *times))
+    reason = None
+    # "auto" leaves only GEMMs that overlap their own communication to XLA. For other
+    # calls, the predictions differ only by the assumed efficiencies of the collectives.
+    is_auto_on_gpus = choice.method is Method.AUTO and not machine.is_host
+    may_be_left = is_auto_on_gpus and op in PRODUCTS and not is_one_shot
+    if may_be_left and seconds > plain_s:
+        reason = (
+            f"overlapped it is predicted to take {1e6 * seconds:.0f} us, and as XLA's "
+            f"GEMM and collective {1e6 * plain_s:.0f} us; `python -m jax_ub simulate` "
+            "prints the rates, and `python -m jax_ub tune` measures it"
+        )
+        run, seconds = MethodChoice(Method.XLA), plain_s
+    return Prediction(
         op=op,
         method=run.method.value,
         gemm_s=alone_s,
-        wire_s=moved_bytes / part.wire_bytes_per_s,
+        wire_s=wire_s,
         library_gemm_s=library_gemm_s,
         collective_s=part.vendor_collective_s(xla_bytes),
-        plain_s=library_gemm_s + part.vendor_collective_s(plain_bytes),
+        plain_s=plain_s,
         moved_bytes=plain_bytes if run.method is Method.XLA else moved_bytes,
         variant=run.kernel_options.variant.value,
+        seconds=seconds,
+        why_xla_is_faster=reason,
     )
-    seconds = _seconds(found, work, run, machine, enqueue_s)
-    return dataclasses.replace(found, seconds=max(seconds, found.gemm_s))
 
 
-def _seconds(found, work, run, machine, enqueue_s):
-    """Returns the duration of a call whose parts take the times in `found`.
-
-    A host needs `enqueue_s` for each launch on a GPU.
-    """
-    if run.method is Method.XLA:
-        return found.plain_s
+def _engine_s(op, work, run, machine, library_gemm_s, wire_s, enqueue_s):
+    """Returns the seconds of a call that the machine's engine runs."""
     if run.method is Method.DIRECT:
         # On a host, a GEMM reads the peers' memory in place, so it takes a launch but
         # no transfers. A collective without a GEMM takes its transfers. Both end with a
         # barrier. A wgrad takes only its GEMM.
-        if found.op == "wgrad":
-            return found.library_gemm_s
+        if op == "wgrad":
+            return library_gemm_s
         barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
-        reading_s = machine.launch_s if found.op in PRODUCTS else found.wire_s
-        return found.library_gemm_s + reading_s + barrier_s
+        reading_s = machine.launch_s if op in PRODUCTS else wire_s
+        return library_gemm_s + reading_s + barrier_s
     call = replay(work, machine, run)
     # The GEMM of a product is in its schedule.
-    other_s = 0.0 if found.op in PRODUCTS else found.library_gemm_s
-    is_sequential = found.op == "wgrad" or machine.is_host
+    other_s = 0.0 if op in PRODUCTS else library_gemm_s
+    is_sequential = op == "wgrad" or machine.is_host
     seconds = other_s + call.end_s if is_sequential else max(other_s, call.end_s)
     # A one-shot all-reduce sends and sums the data in a single kernel.
     is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
@@ -213,24 +182,22 @@ def estimate_on_gpus(
     dtype,
     devices: Sequence[jax.Device],
 ) -> Prediction | None:
-    """Predicts the time of an overlapped call on the GPUs for which it is lowered.
+    """Predicts the time of a call on the GPUs for which it is lowered.
 
     Returns None if `devices` are no GPUs or the call is not modeled: it is empty, or
     its dtype has no GEMM rate. `sizes` are M, K, N and P of `estimate`.
     """
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
-    if min(sizes) < 1 or np.dtype(dtype).itemsize not in machines.ITEMSIZES:
+    if min(sizes) < 1 or np.dtype(dtype).itemsize not in hardware.ITEMSIZES:
         return None
-    name = machines.name_of_kind(devices[0].device_kind)
-    machine = machines.HARDWARE[name or _ASSUMED]
+    name = hardware.name_of_kind(devices[0].device_kind)
+    machine = hardware.HARDWARE[name] if name else _UNKNOWN_GPU
     # XLA captures no calls of a process with several GPUs, so that its host enqueues
     # each launch.
     is_captured = len({device.process_index for device in devices}) == len(devices)
     enqueue_s = 0.0 if is_captured else _ENQUEUE_S
-    found = _estimate(choice, op, sizes, dtype, machine, enqueue_s=enqueue_s)
-    # Unknown GPUs overlap every call.
-    return found if name else dataclasses.replace(found, plain_s=math.inf)
+    return estimate(op, choice, *sizes, dtype, machine, enqueue_s=enqueue_s)
 
 
 def _as_run(work, choice, machine) -> MethodChoice:
@@ -247,8 +214,8 @@ def _as_run(work, choice, machine) -> MethodChoice:
     elif is_auto and work.num_ranks == 1:
         method = Method.XLA  # nothing to overlap: the call is lowered as a GEMM of XLA
     elif is_auto:
-        method = methods.auto_on_gpus(gathers=work.gathers)
+        method = auto_on_gpus(gathers=work.gathers)
         if is_all_reduce and work.one_shot_bytes <= ONE_SHOT_BYTES:
-            options = KernelOptions(variant=Variant.ONE_SHOT)
+            options = dataclasses.replace(options, variant=Variant.ONE_SHOT)
     method = method.forward if work.op in PRODUCTS else method
     return dataclasses.replace(choice, method=method, kernel_options=options)

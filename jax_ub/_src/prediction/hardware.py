@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from jax_ub._src.errors import UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions
 
 # Shares of the datasheet's peak rates that were measured on one H200. The model assumes
@@ -134,14 +133,3 @@ def name_of_kind(device_kind: str) -> str | None:
     """Returns the `HARDWARE` key of a JAX device kind, as "h100"; None if unknown."""
     kind = device_kind.lower()  # such as "nvidia a100-sxm4-80gb", not "rtx a1000"
     return next((name for name in HARDWARE if re.search(rf"{name}(?!\d)", kind)), None)
-
-
-def find(name: "str | Hardware") -> Hardware:
-    """Returns the `Hardware` of a name such as "h100", or a given `Hardware`."""
-    if isinstance(name, Hardware):
-        return name
-    if not isinstance(name, str) or name not in HARDWARE:
-        raise UnknownNameError(
-            f"hardware {shown(name)} is not known. {nearest(name, HARDWARE)}"
-        )
-    return HARDWARE[name]

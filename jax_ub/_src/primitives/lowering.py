@@ -130,7 +130,7 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         ranks.devices,
     )
     reason = None if prediction is None else prediction.why_xla_is_faster
-    if reason is not None and call.method is Method.AUTO:
+    if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
     variant = cuda_variant(call, operand_avals)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_count, format_seconds, format_table, writing
 from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, host
@@ -19,6 +20,7 @@ from jax_ub._src.tools.models import MODELS, Layer
 
 Row = dict[str, Any]  # a JSON object
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
+_AUTO = MethodChoice(Method.AUTO)
 # The numbers of tensor-parallel ranks for which `--plot` draws bars.
 _DRAWN = (2, 4, 8)
 _SUFFIXES = (".png", ".pdf", ".svg")
@@ -36,7 +38,7 @@ _FP8_NOTES = (
 def layer_row(layer: Layer, M: int, num_ranks: int, machine: Hardware) -> Row:
     """Predicts the forward time of a linear layer."""
     sizes = M, layer.K, layer.N, num_ranks
-    found = estimate(layer.op, "auto", *sizes, "bfloat16", machine)
+    found = estimate(layer.op, _AUTO, *sizes, "bfloat16", machine)
     saved_s = found.serial_s - found.seconds
     return {
         "layer": layer.name,
@@ -71,7 +73,7 @@ def fp8_row(layer: Layer, M: int, num_ranks: int, machine: Hardware) -> Row:
         )
     sizes = M, layer.K, layer.N, num_ranks
     bf16, fp8 = (
-        estimate(layer.op, "auto", *sizes, dtype, machine)
+        estimate(layer.op, _AUTO, *sizes, dtype, machine)
         for dtype in ("bfloat16", "float8_e4m3fn")
     )
     part = machine.shared_by(num_ranks)

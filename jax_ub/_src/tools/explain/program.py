@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax_ub._src import arguments, dtypes, lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_count
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
@@ -218,13 +218,13 @@ def call_rows(
         # may select a different method than this machine.
         prediction = simulate.estimate(
             op,
-            Method.XLA if reason else call.choice,
+            MethodChoice(Method.XLA) if reason else call.choice,
             M=max(M, 1),
             K=max(K, 1),
             N=max(N, 1),
             P=num_ranks,
             dtype=max(dtypes, key=lambda dtype: dtype.itemsize),
-            hardware=machine,
+            machine=machine,
             gathered_dtype=call.gathered_dtype(*operands),
         )
         lowerings = [(1, one.scope) for one in equal]
@@ -338,9 +338,9 @@ def _cost(pair, machine) -> dict[str, Any]:
     # `serial_s` is the time if partial sums are sent in the dtype of the result, as XLA
     # does in this program. The method "xla" of jax_ub would send them in f32.
     prediction = simulate.estimate(
-        *(pair.could_be, "xla", M, K, N, pair.num_ranks),
+        *(pair.could_be, MethodChoice(Method.XLA), M, K, N, pair.num_ranks),
         dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
-        hardware=machine,
+        machine=machine,
     )
     return {"flops": flops, "predicted_s": prediction.serial_s}
 

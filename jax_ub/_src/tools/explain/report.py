@@ -22,7 +22,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.lowering_log import LoweredCall
 from jax_ub._src.output import format_bytes, format_count, format_seconds, format_table
-from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
+from jax_ub._src.prediction.hardware import HARDWARE, Hardware, name_of_kind
 from jax_ub._src.scalars import is_integer, is_number
 from jax_ub._src.tools.explain.hlo import Collective
 from jax_ub._src.tools.trace import traces
@@ -254,8 +254,15 @@ def find_hardware(hardware: HardwareLike) -> Hardware:
     """
     if hardware is None:
         return HARDWARE[_local_machine() or _ASSUMED]
+    if isinstance(hardware, Hardware):
+        return hardware
     if not isinstance(hardware, Mapping):
-        return find(hardware)
+        if not isinstance(hardware, str) or hardware not in HARDWARE:
+            raise UnknownNameError(
+                f"hardware {shown(hardware)} is not known. "
+                f"{nearest(hardware, HARDWARE)}"
+            )
+        return HARDWARE[hardware]
     rates: dict[str, Any] = {}
     for key, value in hardware.items():
         if key not in _RATES:
