@@ -9,7 +9,7 @@ import pytest
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.replay import Processors, Workload, replay
+from jax_ub._src.prediction.replay import Processors, Replay, Workload
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = hardware.HARDWARE["h100"]
@@ -66,5 +66,5 @@ def test_launches_of_small_calls_are_predicted_within_two_fifths(op, method, tit
     name = f"{title} of 64 tokens, P=8, replayed, us"
     measured_us = figures("loopback_17b2020.json")[name]
     work = Workload(op, 64, 1024, 1024, 8)
-    call = replay(work, MACHINE, MethodChoice(Method(method)))
+    call = Replay(work, MACHINE, MethodChoice(Method(method)))
     assert 1e6 * call.end_s == pytest.approx(measured_us, rel=0.4)

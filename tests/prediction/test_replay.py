@@ -12,7 +12,6 @@ from jax_ub._src.prediction.replay import (
     Processors,
     Replay,
     Workload,
-    replay,
 )
 from jax_ub._src.runtime import cpu_engine
 
@@ -36,10 +35,11 @@ def replayed(
     num_splits=1,
     streams=1,
     variant=Variant.PLAIN,
+    rank=0,
 ):
     options = KernelOptions(num_lanes=streams, variant=variant)
     choice = MethodChoice(Method(method), num_splits, options)
-    return replay(work, machine, choice)
+    return Replay(work, machine, choice, rank)
 
 
 def spans_of(*arguments, **options):
@@ -143,7 +143,7 @@ def test_one_rank_represents_all_ranks(name, op, method, variant):
                 op, method, rank, num_ranks, num_splits, variant.value
             )
             puts = [step for step in steps if step.kind == "put"]
-            spans = Replay(steps, work, machine, num_streams=2).spans
+            spans = spans_of(work, machine, method, num_splits, 2, variant, rank)
             times = [span.end_s for span in spans if span.kind == "put"]
             for put, time in zip(puts, times, strict=True):
                 filled_s[put.peer, put.slot] = sent_s[rank, put.slot] = time

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_ub._src.methods import Method, MethodChoice, Variant, auto_on_gpus
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.replay import PRODUCTS, Workload, gemm_s, replay
+from jax_ub._src.prediction.replay import PRODUCTS, Replay, Workload, gemm_s
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -164,7 +164,7 @@ def _engine_s(op, work, run, machine, library_gemm_s, wire_s, enqueue_s):
         barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
         reading_s = machine.launch_s if op in PRODUCTS else wire_s
         return library_gemm_s + reading_s + barrier_s
-    call = replay(work, machine, run)
+    call = Replay(work, machine, run)
     # The GEMM of a product is in its schedule.
     other_s = 0.0 if op in PRODUCTS else library_gemm_s
     is_sequential = op == "wgrad" or machine.is_host

@@ -188,38 +188,35 @@ class Span(NamedTuple):
     end_s: float
 
 
-def replay(work: Workload, machine: Hardware, choice: MethodChoice) -> "Replay":
-    """Simulates a call by its schedule.
-
-    Of the options of `choice`, the number of splits, the variant of the schedule and,
-    on GPUs, the number of streams for GEMMs have an effect.
-    """
-    # Only "pipeline" has splits. Their default number must equal `DefaultSplits` in
-    # csrc/engine/*/*_device.h.
+def _schedule(work, machine, choice, rank):
+    # As `DefaultSplits` in csrc/engine/*/*_device.h. Only "pipeline" has splits.
     is_whole = work.gathers and not machine.is_host
     num_splits = choice.num_splits or (1 if is_whole else DEFAULT_SPLITS)
-    schedule, options = cpu_engine.load().schedule, choice.kernel_options
-    sizes = work.op, choice.method.value, 0, work.num_ranks, num_splits
+    sizes = work.op, choice.method.value, rank, work.num_ranks, num_splits
+    schedule = cpu_engine.load().schedule
     try:
-        steps = schedule(*sizes, options.variant.value)
+        return schedule(*sizes, choice.kernel_options.variant.value)
     except ValueError:  # as in the engine, a variant that the op lacks has no effect
-        steps = schedule(*sizes)
-    return Replay(steps, work, machine, options.num_lanes)
+        return schedule(*sizes)
 
 
 class Replay:
-    """A simulated call: the steps of one rank with their times, as `spans`.
+    """A simulated call: the steps of a rank with their times, as `spans`.
 
     The call takes `end_s` seconds. A step (see `Step` in `jax_ub/_cpu.pyi`) is
-    simulated by the method named after its kind. Other steps take no time.
+    simulated by the method named after its kind. Other steps take no time. Of the
+    options of `choice`, the number of splits, the variant of the schedule and, on GPUs,
+    the number of streams for GEMMs have an effect.
     """
 
-    def __init__(self, steps, work, machine, num_streams=1):
+    def __init__(self, work: Workload, machine: Hardware, choice: MethodChoice, rank=0):
+        steps = _schedule(work, machine, choice, rank)
         self.spans: list[Span] = []
         self._work = work
         num_splits = 1 + max(step.split for step in steps)
         self._rows = math.ceil(work.M / (work.num_ranks * num_splits))  # of a split
         self._hardware = machine.shared_by(work.num_ranks)
+        num_streams = choice.kernel_options.num_lanes
         self._gpu = None if machine.is_host else Processors(machine, num_streams)
         # A one-shot all-reduce sends, waits and sums in a single kernel, with a single
         # put for all chunks. In all other schedules, a GPU launches each step
