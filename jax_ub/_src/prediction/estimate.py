@@ -189,7 +189,7 @@ def estimate_on_gpus(
     """
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
-    if min(sizes) < 1 or np.dtype(dtype).itemsize not in hardware.ITEMSIZES:
+    if min(sizes) < 1 or np.dtype(dtype).itemsize not in hardware.RATE_OF_ITEMSIZE:
         return None
     name = hardware.name_of_kind(devices[0].device_kind)
     machine = hardware.HARDWARE[name] if name else _UNKNOWN_GPU

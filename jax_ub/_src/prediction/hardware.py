@@ -15,9 +15,8 @@ from jax_ub._src.methods import KernelOptions
 _GEMM_SHARE = 788 / 989.4  # TFLOP/s of a bf16 GEMM of 8192^3, at the power limit
 _MEMORY_SHARE = 4.3 / 4.8  # TB/s of a copy, counting reads and writes
 # The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
-# f16, and f32, which runs as TF32.
-_RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
-ITEMSIZES = tuple(_RATE_OF_ITEMSIZE)  # sizes for which the model has GEMM rates
+# f16, and f32, which runs as TF32. The model has no rates for other sizes.
+RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Hardware:
             itemsize = 2  # FP8 is converted to bf16
         if itemsize == 4 and self.flops_f32_per_s is not None:
             return self.flops_f32_per_s
-        return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
+        return self.flops_per_s * RATE_OF_ITEMSIZE[itemsize]
 
     def shared_by(self, num_ranks: int) -> "Hardware":
         """Returns the machine with one rank's rates: ranks share those of a host."""

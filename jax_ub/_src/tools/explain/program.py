@@ -18,7 +18,7 @@ from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_count
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
+from jax_ub._src.prediction.hardware import RATE_OF_ITEMSIZE, Hardware
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
@@ -333,7 +333,7 @@ def _cost(pair, machine) -> dict[str, Any]:
         return {}
     M, K, N = pair.sizes
     flops = 2 * M * K * N // max(pair.num_ranks, 1)
-    if pair.itemsize not in ITEMSIZES:
+    if pair.itemsize not in RATE_OF_ITEMSIZE:
         return {"flops": flops}
     # `serial_s` is the time if partial sums are sent in the dtype of the result, as XLA
     # does in this program. The method "xla" of jax_ub would send them in f32.

@@ -17,7 +17,7 @@ from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
+from jax_ub._src.prediction.hardware import RATE_OF_ITEMSIZE, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.rules.forward import BY_ALL_TO_ALL
 from jax_ub._src.runtime import registry
@@ -112,7 +112,7 @@ class Sizes:
 
     def why_not_predicted(self, linear: BasicLinear) -> str:
         dtype = self.dtype_of(linear)
-        if dtype.itemsize in ITEMSIZES:
+        if dtype.itemsize in RATE_OF_ITEMSIZE:
             return _NO_RANKS
         return f"{dtype} is not predicted, because the simulator has no rates for it"
 
@@ -224,7 +224,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
                 "which the sequence-parallel linears require. Use tokens = "
                 f"{checks.round_up(sizes.tokens, ranks)}."
             )
-        if sizes.dtype_of(op).itemsize in ITEMSIZES:
+        if sizes.dtype_of(op).itemsize in RATE_OF_ITEMSIZE:
             found = [_estimate(op, call_config, sizes, ranks, step) for step in steps]
     return Row(
         scope="",
