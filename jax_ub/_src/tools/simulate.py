@@ -21,10 +21,9 @@ from jax_ub._src.tools.models import MODELS, Layer
 Row = dict[str, Any]  # a JSON object
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 _AUTO = MethodChoice(Method.AUTO)
-# The numbers of tensor-parallel ranks for which `--plot` draws bars.
-_DRAWN = (2, 4, 8)
+# The colors of the bars that `--plot` draws, by number of tensor-parallel ranks.
+_COLORS = {2: "#5aa2d8", 4: "#b5d5ea", 8: "#fdae6b"}
 _SUFFIXES = (".png", ".pdf", ".svg")
-_COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
 # Bytes of memory traffic per element of a cast to FP8 with a scale per tensor or row:
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
@@ -127,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fp8 = 'also predict layers in FP8, and with wire_dtype="fp8"'
     add("--fp8", action="store_true", help=fp8)
     command_line.add_json(parser, "all figures")
-    plot = f"file for a picture of the gain, for tp = {', '.join(map(str, _DRAWN))}"
+    plot = f"file for a picture of the gain, for tp = {', '.join(map(str, _COLORS))}"
     add("--plot", type=picture_path, help=plot)
     parser.set_defaults(run=command)
 
@@ -239,11 +238,11 @@ def picture_path(text: str) -> pathlib.Path:
 
 
 def _draw(given, layers, machine):
-    """Draws speed-ups: a group of bars for each layer, a bar for each of `_DRAWN`."""
-    drawn = [num for num in _DRAWN if _divides(layers, given.tokens, num)]
+    """Draws speed-ups: a group of bars for each layer, a bar for each of `_COLORS`."""
+    drawn = [num for num in _COLORS if _divides(layers, given.tokens, num)]
     if not drawn:
         raise ShapeContractError(
-            f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
+            f"simulate: --plot draws {', '.join(map(str, _COLORS))} ranks, and "
             f"--tokens {given.tokens} divides into none of them. Take a multiple."
         )
     command_line.load_extra("matplotlib", "simulate: --plot")
@@ -254,7 +253,7 @@ def _draw(given, layers, machine):
         rows = [layer_row(layer, given.tokens, num_ranks, machine) for layer in layers]
         x = np.arange(len(layers)) + (index - (len(drawn) - 1) / 2) * width
         speedups, limits = ([row[key] for row in rows] for key in ("speedup", "limit"))
-        color, label = _COLORS[index], f"tp = {num_ranks}"
+        color, label = _COLORS[num_ranks], f"tp = {num_ranks}"
         panel.bar(x, speedups, 0.95 * width, color=color, label=label)
         limit = "perfect overlap" if num_ranks == drawn[-1] else None
         ends = x - width / 2, x + width / 2
