@@ -102,14 +102,18 @@ def test_all_reduces_of_few_tokens_are_one_shot_on_a_gpu(op):
     assert found(47, hardware="cpu").variant == "plain"
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - {"matmul_all_reduce", "all_reduce"}))
-def test_other_ops_have_no_one_shot_variant(op):
-    def found(variant):
-        options = KernelOptions(variant=variant)
-        choice = MethodChoice(Method.RING_EXCHANGE, kernel_options=options)
-        return estimate(op, choice, **SIZES, hardware="h100")
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("op", OPS)
+def test_only_all_reduces_by_ring_exchange_have_the_one_shot_variant(op, hardware):
+    def found(method, variant):
+        choice = MethodChoice(method, kernel_options=KernelOptions(variant=variant))
+        return estimate(op, choice, **SIZES, hardware=hardware)
 
-    assert found(Variant.ONE_SHOT) == found(Variant.PLAIN)
+    for method in Method:
+        run = method.forward if op in PRODUCTS else method
+        has_one_shot = op.endswith("all_reduce") and run is Method.RING_EXCHANGE
+        is_equal = found(method, Variant.ONE_SHOT) == found(method, Variant.PLAIN)
+        assert is_equal is not has_one_shot
 
 
 def test_xla_is_the_gemm_followed_by_the_collective():

@@ -186,18 +186,17 @@ def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
 def test_a_gpu_launches_as_often_as_the_engine(op, method, num_launches):
     # As counted by CallsOfEightRanksTakeFewLaunches in cuda_engine_test.cc.
     work = Workload(op, 1024, 1024, 1024, 8)
-    spans = spans_of(work, hardware.HARDWARE["h100"], method, streams=2)
-    assert len(spans) == num_launches
+    call = replayed(work, hardware.HARDWARE["h100"], method, streams=2)
+    assert call.num_launches == num_launches
 
 
 def test_an_all_reduce_in_one_exchange_is_one_kernel_and_its_gemm():
     work = Workload("matmul_all_reduce", 64, 1024, 1024, 8)
-    spans = spans_of(work, hardware.HARDWARE["h100"], variant=Variant.ONE_SHOT)
+    call = replayed(work, hardware.HARDWARE["h100"], variant=Variant.ONE_SHOT)
     # The kernel sends, waits and sums.
-    kinds = [span.kind for span in spans]
+    kinds = [span.kind for span in call.spans]
     assert kinds == ["multiply", *7 * ["put"], "reduce", "end"]
-    launched = [span for span in spans if span.kind != "put"]
-    assert len(launched) == 3
+    assert call.num_launches == 3
 
 
 def test_a_sum_runs_when_the_gemms_before_it_leave_the_multiprocessors():

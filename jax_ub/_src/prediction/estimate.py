@@ -169,10 +169,7 @@ def _engine_s(op, work, run, machine, library_gemm_s, wire_s, enqueue_s):
     other_s = 0.0 if op in PRODUCTS else library_gemm_s
     is_sequential = op == "wgrad" or machine.is_host
     seconds = other_s + call.end_s if is_sequential else max(other_s, call.end_s)
-    # A one-shot all-reduce sends and sums the data in a single kernel.
-    is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
-    num_launches = sum(not is_one_shot or span.kind != "put" for span in call.spans)
-    return max(seconds, num_launches * enqueue_s)
+    return max(seconds, call.num_launches * enqueue_s)
 
 
 def estimate_on_gpus(
@@ -202,11 +199,13 @@ def estimate_on_gpus(
 
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options with which the machine's engine runs a call."""
+    method = choice.method.forward if work.op in PRODUCTS else choice.method
     is_all_reduce, options = work.op.endswith("all_reduce"), choice.kernel_options
-    if options.variant is Variant.ONE_SHOT and not is_all_reduce:  # it has no effect
+    has_one_shot = is_all_reduce and method is Method.RING_EXCHANGE
+    if options.variant is Variant.ONE_SHOT and not has_one_shot:  # it has no effect
         options = dataclasses.replace(options, variant=Variant.PLAIN)
     # The CUDA engine cannot read the peers' memory in place, so "direct" is "auto".
-    method, is_auto = choice.method, choice.method in (Method.AUTO, Method.DIRECT)
+    is_auto = method in (Method.AUTO, Method.DIRECT)
     if machine.is_host:
         method = Method.DIRECT if is_auto else method
     elif work.op == "all_gather_matmul" and work.sent_itemsize != work.itemsize:
@@ -217,5 +216,4 @@ def _as_run(work, choice, machine) -> MethodChoice:
         method = auto_on_gpus(gathers=work.gathers)
         if is_all_reduce and work.one_shot_bytes <= ONE_SHOT_BYTES:
             options = dataclasses.replace(options, variant=Variant.ONE_SHOT)
-    method = method.forward if work.op in PRODUCTS else method
     return dataclasses.replace(choice, method=method, kernel_options=options)

@@ -180,7 +180,7 @@ class Processors:
 
 
 class Span(NamedTuple):
-    """A simulated step of a schedule (a launch on a GPU), with its times in seconds."""
+    """A simulated step of a schedule, with its times in seconds."""
 
     kind: str
     chunks: tuple[int, ...]
@@ -203,10 +203,10 @@ def _schedule(work, machine, choice, rank):
 class Replay:
     """A simulated call: the steps of a rank with their times, as `spans`.
 
-    The call takes `end_s` seconds. A step (see `Step` in `jax_ub/_cpu.pyi`) is
-    simulated by the method named after its kind. Other steps take no time. Of the
-    options of `choice`, the number of splits, the variant of the schedule and, on GPUs,
-    the number of streams for GEMMs have an effect.
+    The call takes `end_s` seconds, and `num_launches` on a GPU. A step (see `Step` in
+    `jax_ub/_cpu.pyi`) is simulated by the method named after its kind. Other steps take
+    no time. Of the options of `choice`, the number of splits, the variant of the
+    schedule and, on GPUs, the number of streams for GEMMs have an effect.
     """
 
     def __init__(self, work: Workload, machine: Hardware, choice: MethodChoice, rank=0):
@@ -221,8 +221,8 @@ class Replay:
         # A one-shot all-reduce sends, waits and sums in a single kernel, with a single
         # put for all chunks. In all other schedules, a GPU launches each step
         # separately.
-        is_one_kernel = any(s.kind == "put" and s.chunk == ALL_CHUNKS for s in steps)
-        self._launch_s = 0.0 if machine.is_host or is_one_kernel else machine.launch_s
+        is_one_shot = any(s.kind == "put" and s.chunk == ALL_CHUNKS for s in steps)
+        self._launch_s = 0.0 if machine.is_host or is_one_shot else machine.launch_s
         # The time at which the last step on a GPU's communication stream, or on a
         # host's thread, has ended.
         self._clock = 0.0
@@ -238,6 +238,7 @@ class Replay:
         if not machine.is_host and work.num_ranks > 1:
             last_s, self.end_s = self.end_s, self.end_s + machine.launch_s
             self.spans.append(Span("end", (), last_s, self.end_s))
+        self.num_launches = sum(not is_one_shot or s.kind != "put" for s in self.spans)
 
     def wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free. On
