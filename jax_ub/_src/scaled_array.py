@@ -249,7 +249,8 @@ def _check_scale_shape(values, scales):
                 f"{found}: {count} blocks of {size} along axis {axis}. {fix} Scales of "
                 f"blocks are float8_e8m0fnu."
             )
-    # The contracted dimensions of a kernel are consecutive.
+    # Only contracted dimensions have size 1 in row scales. They are consecutive, so
+    # that all dimensions between the first and the last one have this size.
     between = scales.shape[min(blocks, default=0) : max(blocks, default=-1) + 1]
     is_row = 1 in scales.shape and all(count == 1 for count in between)
     if scales.size != 1 and not is_row:

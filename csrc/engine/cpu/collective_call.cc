@@ -346,9 +346,9 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Memory is exhausted. Frees the errors of older launches, and tries Remember
-      // again. If the second attempt fails, ranks that arrive later wait until their
-      // deadline.
+      // There is no memory to store the failure. Frees the failures of older launches,
+      // and tries again. If this also fails, ranks that arrive later do not learn of
+      // the failure, and wait until their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }

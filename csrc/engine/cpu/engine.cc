@@ -157,8 +157,8 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // If `participated` is true, this is the XLA thread of the rank that arrived
-        // last, and it can complete this rank itself.
+        // If `participated` is true, this thread is still in the FFI handler of the
+        // rank that arrived last, so that rank completes without a callback.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }

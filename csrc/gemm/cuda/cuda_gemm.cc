@@ -246,8 +246,8 @@ class CudaGemm::State {
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
   }
 
-  // Returns the plan cache key of the product over one interval of K (a term), without
-  // addends.
+  // Returns the key of a product's plan in the plan cache. The product is the part of
+  // the GEMM over one interval of K (a term), without addends.
   static MatmulKey KeyOf(const Pass& pass,
                          const GemmBlock& block,
                          size_t term,

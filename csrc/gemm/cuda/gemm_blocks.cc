@@ -53,8 +53,8 @@ struct Spot {
 // What a view describes.
 enum class Content { kOperand, kMatrix, kFactors, kScales };
 
-// The blocks of one view: block (i, j) is the intersection of interval i of the first
-// dimension and interval j of the second one.
+// The blocks of one matrix. Each of its dimensions is divided into intervals, and block
+// (i, j) has the rows of interval i and the columns of interval j.
 struct Table {
   Content content;
   std::array<Axis, 2> axes;

@@ -149,9 +149,9 @@ class SharedMemoryCommunicator {
   // first reason has an effect. Peers receive the message of `reason`, as a
   // DeadlineError if `reason` is one, and otherwise as a CommunicatorError.
   void Poison(const std::exception_ptr& reason) { failure_.Poison(reason); }
-  // Returns the failure of this communicator, or nullptr. A failure is a poison, the
-  // death of a process, or Close. If a peer closes its communicator without a failure,
-  // waits for the peer fail, but the communicator does not.
+  // Returns the failure of this communicator, or nullptr. A communicator fails by
+  // Poison, by the death of a process, or by Close. If a peer closes its communicator
+  // without a failure, only the waits for this peer fail.
   std::exception_ptr poison() const { return failure_.reason(); }
   // Registers a callback, which is called once with the failure when the communicator
   // fails. It runs on the thread that calls Poison or Close, or on the thread that

@@ -134,9 +134,9 @@ void CudaEndpoint::TryIpc() {
     }
     capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // If the heaps already exist, the test with a small allocation has failed, so this
-    // process only lacks CUDA IPC. If the heaps do not exist, there is no memory for
-    // them, so the connection fails.
+    // Without heaps, their allocation has failed, and so does the connection. With
+    // heaps, the test of a small shared allocation has failed, so this process only
+    // lacks CUDA IPC.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

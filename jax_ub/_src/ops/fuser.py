@@ -281,7 +281,7 @@ class OperationFuser(arguments.KeywordsChecked):
 
     @property
     def backward_ops(self) -> list[Op]:
-        """Returns the backward's basic and fused operations, in forward order."""
+        """Returns the operations of the backward pass, the last one to run first."""
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:

@@ -267,9 +267,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
                 config.label, params["main_grad"], axes
             )
         saved = quantized(config, residuals, params)
-        # The GEMM reads copies of the saved arrays (see `not_reduced`). If it read a
-        # saved FP8 array itself, `jax.checkpoint` would reduce the precision of the
-        # array.
+        # The GEMM reads copies, because `jax.checkpoint` applies `reduce_precision`,
+        # which spoils FP8 values, to saved arrays that are read (see `not_reduced`).
         return *not_reduced((saved["x"], saved["kernel"])), saved
 
     def forward(

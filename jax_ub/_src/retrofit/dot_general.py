@@ -254,7 +254,7 @@ class DotGeneral:
             raise self._no_communication(reason)
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Returns a context manager that adds layer and reason to `ub.fallbacks`."""
+        """Returns a context manager that records this layer in `ub.fallbacks`."""
         return lowering_log.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):

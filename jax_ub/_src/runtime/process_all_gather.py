@@ -97,9 +97,8 @@ class ProcessAllGather:
         # random number of the coordinator's attempt, which their messages to the
         # coordinator must contain.
         self._coordinator_number = ""
-        # Only members use this variable: whether the coordinator has answered. If it
-        # has, a different number of the coordinator belongs to another attempt and is
-        # ignored.
+        # Whether the coordinator has answered this member. From then on, messages with
+        # a different coordinator number are from another attempt, and are ignored.
         self._is_confirmed = False
 
     def __enter__(self) -> "ProcessAllGather":

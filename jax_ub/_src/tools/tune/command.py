@@ -168,7 +168,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, tp) -> bool:
-    """Starts JAX with enough devices for all of `tp`; returns whether they are GPUs."""
+    """Starts JAX with max(tp) devices. Returns whether they are GPUs."""
     num_devices = max(tp)
     devices.start("tune", num_devices, wanted)
     num_found = 0 if wanted == "cpu" else len(cuda_engine.local_devices())
