@@ -267,7 +267,19 @@ def in_carry(loss, state):
     return jax.lax.scan(body, (0.0, state), XS)[0][0]
 
 
-@pytest.mark.parametrize("length", [3, 5])
+FACTORS = (0.0, 1.0, 2.0, 0.0, 0.5, jnp.inf, 0.25, 1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("length", "factors"),
+    [
+        (3, FACTORS),
+        (5, FACTORS),
+        # The first steps of mixed precision in f16, and a tensor that stays infinite.
+        *((length, (jnp.inf,) * 4 + (1.0,)) for length in (1, 2, 5)),
+        *((length, (1.0,) + (jnp.inf,) * 4) for length in (2, 3)),
+    ],
+)
 @pytest.mark.parametrize(
     "loop",
     [
@@ -278,7 +290,7 @@ def in_carry(loss, state):
     ],
     ids=["jit", "checkpoint", "inner scan", "carry"],
 )
-def test_apply_updates_restores_a_sum_of_states(loop, length):
+def test_apply_updates_restores_a_sum_of_states(loop, length, factors):
     recipe = FP8.DelayedScaling(amax_history_len=length)
 
     @jax.jit
@@ -292,10 +304,34 @@ def test_apply_updates_restores_a_sum_of_states(loop, length):
 
     one_call = step(recipe)
     state = expected = FP8.init_state(recipe)
-    for factor in (0.0, 1.0, 2.0, 0.0, 0.5, jnp.inf, 0.25, 1.0, 2.0, 3.0, 4.0, 5.0):
+    for factor in factors:
         state = update(state, factor)
         _, expected = one_call(expected, factor * jnp.sum(XS[:, :, :1], 0))
         jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_apply_updates_keeps_the_state_of_one_call(length, algo):
+    """Amaxes are multiples of each other, so that scales grow by whole numbers."""
+    recipe = FP8.DelayedScaling(amax_history_len=length, amax_compute_algo=algo)
+    amaxes = jnp.array([0, 1, 2, 4, 896, jnp.inf])
+    steps = jax.random.choice(jax.random.key(length), amaxes, (24, 100))
+
+    def run(state, amax):
+        def loss(state):
+            quantized = ub.quantize(amax[None], recipe, state=state)
+            return jnp.sum(quantized.dequantize(jnp.float32))
+
+        new = jax.grad(loss)(state)
+        return new, (FP8.apply_updates(state, new), new)
+
+    state = FP8.init_state(recipe)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 100), state)
+    scan = jax.jit(lambda *args: jax.lax.scan(jax.vmap(run), *args)[1])
+    found, wanted = scan(states, steps)
+    for name in ("input_scale", "input_amax_history"):
+        np.testing.assert_array_equal(found[name], wanted[name])
 
 
 def test_a_state_that_some_microbatches_skip_has_the_maximum_of_the_others():

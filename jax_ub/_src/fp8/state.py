@@ -270,22 +270,32 @@ def _num_added(scale, history, shifted):
     """Returns how many new states of a tensor JAX has added, f32 `[..., 1]`.
 
     All amaxes except the latest are the old ones, so their sum is a multiple of them.
-    An old history of zeros leaves the scale as it is, and the new one is a multiple.
+    If none of these is a finite number above zero, but this step has kept the scale,
+    the new scale is a multiple of the old one.
 
     Args:
         scale: the old and the new scale.
         history: the old and the new amax history.
         shifted: the old history with the latest amax of the new one.
     """
-    old, new = shifted[..., 1:], history[1][..., 1:]
-    finite = [jnp.where(jnp.isfinite(h), h, 0) for h in (old, new)]
-    largest, total = (jnp.max(h, -1, keepdims=True, initial=0) for h in finite)
-    is_unused = jnp.all(history[0] == 0, -1, keepdims=True)
-    of_scale = jnp.where(is_unused, scale[1] / scale[0], 1)
-    num = jnp.round(jnp.where(largest > 0, total / largest, of_scale))
-    is_multiple = jnp.isclose(new, num * old, rtol=1e-4, atol=0, equal_nan=True)
-    is_sum = (num > 1) & jnp.all(is_multiple, -1, keepdims=True)
+    before, after = shifted[..., 1:], history[1][..., 1:]
+    largest, total = _largest(before), _largest(after)
+    # A step keeps the scale if the largest amax is zero or not finite.
+    is_kept = _largest(history[0]) == 0
+    is_kept |= ~jnp.all(jnp.isfinite(before), -1, keepdims=True)
+    of_scale = jnp.where(is_kept, scale[1] / scale[0], 1)
+    ratio = jnp.where(largest > 0, total / largest, of_scale)
+    num = jnp.round(ratio)
+    is_close = functools.partial(jnp.isclose, rtol=1e-4, atol=0, equal_nan=True)
+    is_multiple = jnp.all(is_close(after, num * before), -1, keepdims=True)
+    is_sum = (num > 1) & is_close(ratio, num) & is_multiple
     return jnp.where(is_sum, num, 1)
+
+
+def _largest(history):
+    """Returns the largest finite amax of a history, f32 `[..., 1]`, or 0."""
+    finite = jnp.where(jnp.isfinite(history), history, 0)
+    return jnp.max(finite, -1, keepdims=True, initial=0)
 
 
 def _sibling(path):
