@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from scaled_operands import with_maximum_as_sum
 
 import jax_ub as ub
@@ -405,3 +407,76 @@ def test_wrong_trees_are_rejected():
         FP8.apply_updates(params, params)
     with pytest.raises(ub.errors.ConfigurationError, match="init_state: recipe = 1 is"):
         FP8.init_state(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        ("scale", np.ones((), "f4"), "and its scale .*, but one axis of a scale"),
+        ("scale", np.ones((3, 1), "f4"), "stack all arrays of a state along one axis"),
+        (
+            "scale",
+            np.ones((2, 2), "f4"),
+            r"and its scale \(2, 2\), but one axis of",
+        ),
+        ("scale", 1.0, "is of type float, but the op takes an array"),
+        (
+            "amax_history",
+            np.ones((), "f4"),
+            r"has shape \(\), and its scale \(2, 1",
+        ),
+        ("amax_history", np.ones(3, "f4"), r"has shape \(3,\), and its scale \(2"),
+        (
+            "amax_history",
+            np.ones((2, 0), "f4"),
+            r"has shape \(2, 0\), and its scale",
+        ),
+        ("amax_history", np.ones((2, 3), "i4"), "is int32, but the op takes float32"),
+    ],
+)
+def test_arrays_of_other_shapes_and_dtypes_are_no_state(name, array, text):
+    arrays = {"scale": jnp.ones((2, 1)), "amax_history": jnp.ones((2, 3)), name: array}
+    tensor = {f"input_{key}": array for key, array in arrays.items()}
+    with pytest.raises(ub.errors.ShapeContractError, match=rf"state\['input_.*{text}"):
+        FP8.apply_updates(tensor, tensor)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_states_may_be_stacked_along_any_axis(axis, length, num_layers):
+    recipe = FP8.DelayedScaling(amax_history_len=length)
+    states = [FP8.init_state(recipe)] * num_layers
+    new_states = [step(recipe)(states[0], XS[0] + i)[1] for i in range(num_layers)]
+
+    def stacked(states):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *states)
+
+    found = FP8.apply_updates(stacked(states), stacked(new_states))
+    jax.tree.map(np.testing.assert_array_equal, found, stacked(new_states))
+    # Three microbatches share the next states.
+    sums = jax.tree.map(lambda leaf: 3 * leaf, new_states)
+    found = FP8.apply_updates(stacked(states), stacked(sums))
+    wanted = [FP8.apply_updates(*pair) for pair in zip(states, sums, strict=True)]
+    jax.tree.map(np.testing.assert_array_equal, found, stacked(wanted))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_states_may_be_sharded_along_each_axis(wrap, axis_type):
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=4))
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
+    sums = jax.tree.map(lambda leaf: 3 * leaf, states)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "pp"), (axis_type,) * 2)):
+        shardings = {
+            name: NamedSharding(
+                jax.sharding.get_mesh(), P("pp", None if "scale" in name else "dp")
+            )
+            for name in states
+        }
+        sharded = (jax.device_put(tree, shardings) for tree in (states, sums))
+        found = wrap(FP8.apply_updates)(*sharded)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, states[name])
+        if axis_type == AxisType.Explicit:
+            assert array.sharding.is_equivalent_to(shardings[name], 2)

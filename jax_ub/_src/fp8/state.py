@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jax_ub._src.checks import check_array, is_array
+from jax_ub._src.checks import check_float, is_array
 from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
 from jax_ub._src.fp8.recipes import (
     KERNEL,
@@ -201,8 +202,8 @@ def apply_updates(state: Any, gradients: Any) -> Any:
     Transformer Engine: it updates scales when an autocast ends.
 
     Args:
-        state: a tree of states; scales and histories may have leading axes, such as the
-            layers of a `jax.lax.scan`.
+        state: a tree of states; scales and histories may be stacked along further axes,
+            such as the layers of a `jax.lax.scan`.
         gradients: a tree of the same structure.
 
     Returns:
@@ -234,36 +235,85 @@ def apply_updates(state: Any, gradients: Any) -> Any:
                 f"{op}: state{key} is neither a scale nor its amax history. Pass the "
                 "state alone, without parameters and main_grads."
             )
-        check_array(op, f"state{key}", before)
-        check_array(op, f"gradients{key}", after)
+        check_float(op, **{f"state{key}": before, f"gradients{key}": after})
         if before.shape != after.shape:
             raise ShapeContractError(
                 f"{op}: {key} has shape {before.shape} in state, but {after.shape} in "
                 "gradients. Pass the gradient with respect to the state."
             )
-    updated = {
-        prefix: _updated(of_tensor[SCALE], of_tensor.get(HISTORY))
-        for prefix, of_tensor in tensors.items()
-    }
-    results = [updated[prefix][kind] for prefix, kind, *_ in leaves]
+    updated = {}
+    for prefix, kind, key, before, _ in leaves:
+        tensor = tensors[prefix]
+        of_scale = tensor[SCALE][0].shape
+        axis = _axis_of_steps(of_scale, before.shape)
+        if axis is None:
+            raise ShapeContractError(
+                f"{op}: state{key} has shape {before.shape}, and its scale {of_scale}, "
+                "but one axis of a scale has size 1 where its history has "
+                "amax_history_len, and the others are equal. Pass the states of "
+                "ub.fp8.init_state, or stack all arrays of a state along one axis."
+            )
+        if kind == HISTORY or HISTORY not in tensor:
+            updated[prefix] = _updated(axis, tensor[SCALE], tensor.get(HISTORY))
+    results = [
+        _with_spec(updated[prefix][kind], jax.typeof(before).sharding.spec)
+        for prefix, kind, _, before, _ in leaves
+    ]
     return jax.tree.unflatten(tree, results)
 
 
-def _updated(scale, history):
-    """Returns a dict of a tensor's new scale and amax history.
+def _axis_of_steps(of_scale, of_history):
+    """Returns the axis of the steps of an amax history; its scale has size 1 there.
 
-    Each argument is a pair of the old value and its gradient. `history` may be None.
+    Other axes may be in front of it or behind it, such as the layers of a `nn.scan`.
+    Returns None if the shapes do not fit each other.
     """
-    (old_scale, new_scale), updated = scale, {}
-    is_valid = jnp.isfinite(new_scale) & (new_scale > 0)
+    pairs = list(zip(of_scale, of_history, strict=False))
+    axes = [axis for axis, (one, size) in enumerate(pairs) if one != size]
+    # A history of one step has the shape of its scale.
+    axes = axes or [axis for axis, (one, _) in enumerate(pairs) if one == 1][-1:]
+    is_history = len(of_scale) == len(of_history) and len(axes) == 1
+    if not is_history or pairs[axes[0]][0] != 1 or 0 in of_history:
+        return None
+    return axes[0]
+
+
+def _updated(axis, scale, history):
+    """Returns a tensor's new scale and amax history by name.
+
+    `scale` and `history` are pairs of the old value and its gradient. `history` may be
+    None. Its steps are along `axis`.
+    """
+    old_scale, new_scale = scale = _with_last(axis, scale)
+    is_valid, updated = jnp.isfinite(new_scale) & (new_scale > 0), {}
     if history is not None:
-        old_history, new_history = history
+        old_history, new_history = history = _with_last(axis, history)
         shifted = updated_history(old_history, new_history[..., 0])
         num = _num_added(scale, history, shifted)
         new_scale = new_scale / num
         new_history = jnp.where(num > 1, shifted, new_history)
         updated[HISTORY] = jnp.where(is_valid, new_history, old_history)
-    return {SCALE: jnp.where(is_valid, new_scale, old_scale), **updated}
+    updated[SCALE] = jnp.where(is_valid, new_scale, old_scale)
+    return {name: jnp.moveaxis(array, -1, axis) for name, array in updated.items()}
+
+
+def _with_last(axis, arrays):
+    """Moves an axis to the end of arrays, and replicates them along it."""
+    moved = []
+    for array in arrays:
+        spec = list(jax.typeof(array).sharding.spec)
+        if any(spec):
+            spec[axis] = None
+        moved.append(jnp.moveaxis(_with_spec(array, spec), axis, -1))
+    return moved
+
+
+def _with_spec(array, spec):
+    """Reshards an array if it is sharded over explicit mesh axes in another way."""
+    sharding = jax.typeof(array).sharding
+    if list(sharding.spec) == list(spec):
+        return array
+    return jax.sharding.reshard(array, sharding.update(spec=PartitionSpec(*spec)))
 
 
 def _num_added(scale, history, shifted):
