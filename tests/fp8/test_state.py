@@ -312,6 +312,25 @@ def test_apply_updates_restores_a_sum_of_states(loop, length, factors):
         jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 
+def test_apply_updates_restores_a_sum_of_states_in_bf16():
+    recipe = FP8.DelayedScaling(amax_history_len=4)
+    history = jnp.array([1.7, 2.3, 0.9, 1.1])
+    state = {**FP8.init_state(recipe), "input_amax_history": history}
+    sums = {
+        "input_scale": jnp.array([3 * scale_of(2.3)]),
+        "input_amax_history": 3 * jnp.roll(history, -1),
+    }
+    new = {**jax.tree.map(jnp.zeros_like, state), **sums}
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new)
+    found = FP8.apply_updates(state, rounded)
+    assert (
+        found["input_amax_history"][1:].tolist()
+        == history[jnp.array([2, 3, 0])].tolist()
+    )
+    np.testing.assert_allclose(found["input_scale"], [scale_of(2.3)], rtol=2**-8)
+    assert found["input_scale"].dtype == found["input_amax_history"].dtype == "float32"
+
+
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_apply_updates_keeps_the_state_of_one_call(length, algo):

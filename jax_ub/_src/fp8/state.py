@@ -336,7 +336,9 @@ def _num_added(scale, history, shifted):
     of_scale = jnp.where(is_kept, scale[1] / scale[0], 1)
     ratio = jnp.where(largest > 0, total / largest, of_scale)
     num = jnp.round(ratio)
-    is_close = functools.partial(jnp.isclose, rtol=1e-4, atol=0, equal_nan=True)
+    # Gradients may have been rounded to bf16.
+    rtol = max(1e-4, float(jnp.finfo(history[1].dtype).eps))
+    is_close = functools.partial(jnp.isclose, rtol=rtol, atol=0, equal_nan=True)
     is_multiple = jnp.all(is_close(after, num * before), -1, keepdims=True)
     is_sum = (num > 1) & is_close(ratio, num) & is_multiple
     return jnp.where(is_sum, num, 1)
