@@ -130,9 +130,27 @@ def test_an_amax_that_is_not_reduced_needs_a_state_per_group():
         )
         with pytest.raises(
             ub.errors.ConfigurationError,
-            match=op + r": .* the amax differs over \('dp',\), but",
+            match=op
+            + r": .* the amax differs over \('dp',\), but .* in front of jax.grad",
         ):
             on_mesh(uneven(), FP8.init_state(recipe))
+
+    def with_own_state(x, state):
+        state = jax.lax.pcast(state, "dp", to="varying")
+
+        def loss(state):
+            quantized = ub.quantize(x, recipe, state=state, axis_name="tp")
+            return jnp.sum(quantized.dequantize(jnp.float32))
+
+        return jax.grad(loss)(state)["input_amax_history"]
+
+    wide = np.abs(uneven())
+    on_mesh = on_ranks(
+        with_own_state, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P("dp")
+    )
+    histories = whole(on_mesh(uneven(), FP8.init_state(recipe)))
+    half = len(wide) // 2
+    assert histories.tolist() == [wide[:half].max(), 0, wide[half:].max(), 0]
 
 
 def test_a_nan_of_one_rank_reaches_all():

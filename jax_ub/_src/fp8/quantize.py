@@ -305,8 +305,9 @@ def _further_axes(ranks, recipe, xs, *state):
     if differs and not recipe.reduce_amax:
         raise ConfigurationError(
             f"{ranks.label}: with reduce_amax = False the amax differs over {differs}, "
-            "but the state is the same there. Give each rank its own state, "
-            f"jax.lax.pcast(state, {differs}, to='varying'), or use reduce_amax=True."
+            "but the state is the same there. Use reduce_amax=True, or call the op in "
+            "jax.shard_map and give each rank its own state in front of jax.grad: "
+            f"jax.lax.pcast(state, {differs}, to='varying')."
         )
     return missing
 
