@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -188,6 +189,7 @@ def test_errors_name_the_field_its_value_and_a_fix(kind, options, error, text):
 def test_errors_of_quantize():
     x = jnp.ones((4, 80))
     shape, blocks = ub.errors.ShapeContractError, FP8.MXFP8BlockScaling()
+    state = FP8.init_state(FP8.DelayedScaling())
     cases = [
         (
             CONFIGURATION,
@@ -218,9 +220,16 @@ def test_errors_of_quantize():
         (CONFIGURATION, "DelayedScaling needs a state, but", FP8.DelayedScaling(), {}),
         (
             shape,
-            r"state\['input_amax_history'\] is float32\(1024,\), but .* float32\(3,\)",
+            r"state\['input_amax_history'\] is float32\(1024,\), but .* float32\(3,\)"
+            r"\. .* needs the amax_history_len with which it was made",
             FP8.DelayedScaling(amax_history_len=3),
-            {"state": FP8.init_state(FP8.DelayedScaling())},
+            {"state": state},
+        ),
+        (
+            shape,
+            r"state\['input_scale'\] is bfloat16\(1,\), but .* keep it in float32",
+            FP8.DelayedScaling(),
+            {"state": jax.tree.map(lambda a: a.astype("bfloat16"), state)},
         ),
     ]
     for error, text, recipe, options in cases:

@@ -183,7 +183,9 @@ def check_state(
             found = f"{array.dtype}{array.shape}" if is_array(array) else shown(array)
             raise ShapeContractError(
                 f"{op}: {argument}[{shown(key)}] is {found}, but here it is "
-                f"float32{shape}. Pass a state from ub.fp8.init_state(recipe)."
+                f"float32{shape}. Pass a state from ub.fp8.init_state(recipe), and "
+                "keep it in float32. A checkpoint's state needs the amax_history_len "
+                "with which it was made."
             )
     return state
 
