@@ -357,7 +357,7 @@ def _new_state(label, scale, history, amax):
         )
 
     history = checks.mapped_with(history, amax, text)
-    return scale, updated_history(history, amax.reshape(()))
+    return scale, updated_history(history, amax.reshape(1))
 
 
 def _delayed_backward(ranks, recipe, role, axes, saved, _):

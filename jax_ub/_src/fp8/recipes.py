@@ -463,13 +463,11 @@ def _one_number(name, returned):
     return array
 
 
-def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
+def updated_history(history: jax.Array, amax: jax.Array, axis: int = 0) -> jax.Array:
     """Returns the amax history with this step's amax in place of the oldest one.
 
-    The amax is at index 0, and the others are shifted as in Flax.
-
-    Args:
-        history: f32 `[..., amax_history_len]`.
-        amax: f32 `[...]`.
+    The amax is at index 0 of `axis`, and the others are shifted as in Flax. `amax` has
+    the shape of `history`, but size 1 along `axis`.
     """
-    return jnp.roll(history, -1, -1).at[..., 0].set(amax)
+    shifted = jnp.roll(history, -1, axis)
+    return lax.dynamic_update_slice_in_dim(shifted, amax.astype(history.dtype), 0, axis)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jax_ub._src.checks import check_float, is_array
 from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
@@ -243,24 +242,17 @@ def apply_updates(state: Any, gradients: Any) -> Any:
                 f"{op}: {key} has shape {before.shape} in state, but {after.shape} in "
                 "gradients. Pass the gradient with respect to the state."
             )
-    updated = {}
-    for prefix, kind, key, before, _ in leaves:
-        tensor = tensors[prefix]
-        of_scale = tensor[SCALE][0].shape
-        axis = _axis_of_steps(of_scale, before.shape)
-        if axis is None:
+    for prefix, _, key, before, _ in leaves:
+        of_scale = tensors[prefix][SCALE][0].shape
+        if _axis_of_steps(of_scale, before.shape) is None:
             raise ShapeContractError(
                 f"{op}: state{key} has shape {before.shape}, and its scale {of_scale}, "
                 "but one axis of a scale has size 1 where its history has "
                 "amax_history_len, and the others are equal. Pass the states of "
                 "ub.fp8.init_state, or stack all arrays of a state along one axis."
             )
-        if kind == HISTORY or HISTORY not in tensor:
-            updated[prefix] = _updated(axis, tensor[SCALE], tensor.get(HISTORY))
-    results = [
-        _with_spec(updated[prefix][kind], jax.typeof(before).sharding.spec)
-        for prefix, kind, _, before, _ in leaves
-    ]
+    updated = {prefix: _updated(tensor) for prefix, tensor in tensors.items()}
+    results = [updated[prefix][kind] for prefix, kind, *_ in leaves]
     return jax.tree.unflatten(tree, results)
 
 
@@ -270,56 +262,38 @@ def _axis_of_steps(of_scale, of_history):
     Other axes may be in front of it or behind it, such as the layers of a `nn.scan`.
     Returns None if the shapes do not fit each other.
     """
-    pairs = list(zip(of_scale, of_history, strict=False))
-    axes = [axis for axis, (one, size) in enumerate(pairs) if one != size]
+    sizes = [*enumerate(zip(of_scale, of_history, strict=False))]
+    axes = [axis for axis, (one, size) in sizes if one != size]
     # A history of one step has the shape of its scale.
-    axes = axes or [axis for axis, (one, _) in enumerate(pairs) if one == 1][-1:]
-    is_history = len(of_scale) == len(of_history) and len(axes) == 1
-    if not is_history or pairs[axes[0]][0] != 1 or 0 in of_history:
+    axes = axes or [axis for axis, (one, _) in sizes if one == 1][:1]
+    fits = len(of_scale) == len(of_history) and 0 not in of_history
+    if not fits or [of_scale[axis] for axis in axes] != [1]:
         return None
     return axes[0]
 
 
-def _updated(axis, scale, history):
-    """Returns a tensor's new scale and amax history by name.
+def _updated(tensor):
+    """Returns a dict of a tensor's new scale and amax history.
 
-    `scale` and `history` are pairs of the old value and its gradient. `history` may be
-    None. Its steps are along `axis`.
+    `tensor` is a dict of both, each a pair of the old value and its gradient. The
+    history may be absent.
     """
-    old_scale, new_scale = scale = _with_last(axis, scale)
-    is_valid, updated = jnp.isfinite(new_scale) & (new_scale > 0), {}
-    if history is not None:
-        old_history, new_history = history = _with_last(axis, history)
-        shifted = updated_history(old_history, new_history[..., 0])
-        num = _num_added(scale, history, shifted)
-        new_scale = new_scale / num
-        new_history = jnp.where(num > 1, shifted, new_history)
-        updated[HISTORY] = jnp.where(is_valid, new_history, old_history)
-    updated[SCALE] = jnp.where(is_valid, new_scale, old_scale)
-    return {name: jnp.moveaxis(array, -1, axis) for name, array in updated.items()}
+    old_scale, new_scale = scale = tensor[SCALE]
+    is_valid = jnp.isfinite(new_scale) & (new_scale > 0)
+    if HISTORY not in tensor:
+        return {SCALE: jnp.where(is_valid, new_scale, old_scale)}
+    old, new = tensor[HISTORY]
+    axis = _axis_of_steps(old_scale.shape, old.shape)
+    shifted = updated_history(old, lax.slice_in_dim(new, 0, 1, axis=axis), axis)
+    num = _num_added(scale, (old, new), shifted, axis)
+    return {
+        SCALE: jnp.where(is_valid, new_scale / num, old_scale),
+        HISTORY: jnp.where(is_valid, jnp.where(num > 1, shifted, new), old),
+    }
 
 
-def _with_last(axis, arrays):
-    """Moves an axis to the end of arrays, and replicates them along it."""
-    moved = []
-    for array in arrays:
-        spec = list(jax.typeof(array).sharding.spec)
-        if any(spec):
-            spec[axis] = None
-        moved.append(jnp.moveaxis(_with_spec(array, spec), axis, -1))
-    return moved
-
-
-def _with_spec(array, spec):
-    """Reshards an array if it is sharded over explicit mesh axes in another way."""
-    sharding = jax.typeof(array).sharding
-    if list(sharding.spec) == list(spec):
-        return array
-    return jax.sharding.reshard(array, sharding.update(spec=PartitionSpec(*spec)))
-
-
-def _num_added(scale, history, shifted):
-    """Returns how many new states of a tensor JAX has added, f32 `[..., 1]`.
+def _num_added(scale, history, shifted, axis):
+    """Returns how many new states of a tensor JAX has added, of the scale's shape.
 
     All amaxes except the latest are the old ones, so their sum is a multiple of them.
     If none of these is a finite number above zero, but this step has kept the scale,
@@ -329,27 +303,29 @@ def _num_added(scale, history, shifted):
         scale: the old and the new scale.
         history: the old and the new amax history.
         shifted: the old history with the latest amax of the new one.
+        axis: the axis of the steps.
     """
-    before, after = shifted[..., 1:], history[1][..., 1:]
-    largest, total = _largest(before), _largest(after)
+
+    def largest_of(history):
+        finite = jnp.where(jnp.isfinite(history), history, 0)
+        return jnp.max(finite, axis, keepdims=True, initial=0)
+
+    before, after = (
+        lax.slice_in_dim(array, 1, None, axis=axis) for array in (shifted, history[1])
+    )
     # A step keeps the scale if the largest amax is zero or not finite.
-    is_kept = _largest(history[0]) == 0
-    is_kept |= ~jnp.all(jnp.isfinite(before), -1, keepdims=True)
+    is_kept = largest_of(history[0]) == 0
+    is_kept |= ~jnp.all(jnp.isfinite(history[0]), axis, keepdims=True)
     of_scale = jnp.where(is_kept, scale[1] / scale[0], 1)
-    ratio = jnp.where(largest > 0, total / largest, of_scale)
+    largest = largest_of(before)
+    ratio = jnp.where(largest > 0, largest_of(after) / largest, of_scale)
     num = jnp.round(ratio)
     # Gradients may have been rounded to bf16.
     rtol = max(1e-4, float(jnp.finfo(history[1].dtype).eps))
     is_close = functools.partial(jnp.isclose, rtol=rtol, atol=0, equal_nan=True)
-    is_multiple = jnp.all(is_close(after, num * before), -1, keepdims=True)
+    is_multiple = jnp.all(is_close(after, num * before), axis, keepdims=True)
     is_sum = (num > 1) & is_close(ratio, num) & is_multiple
     return jnp.where(is_sum, num, 1)
-
-
-def _largest(history):
-    """Returns the largest finite amax of a history, f32 `[..., 1]`, or 0."""
-    finite = jnp.where(jnp.isfinite(history), history, 0)
-    return jnp.max(finite, -1, keepdims=True, initial=0)
 
 
 def _sibling(path):
