@@ -186,6 +186,8 @@ def _modes():
 
 
 MODES = {(mode.parallel, mode.sequence_parallel): mode for mode in _modes()}
+# The modes whose op overlaps a GEMM with communication.
+OVERLAPPED = {mode.op: mode for mode in MODES.values() if mode.fprop}
 
 
 def mode_of(parallel: str | None, sequence_parallel: bool) -> ParallelMode:

@@ -101,7 +101,7 @@ def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
     if x.ndim == 1:
         return (features,)
     *lead, rows, _ = x.shape
-    if config.mode.op == "all_gather_matmul":
+    if config.mode.gathers_x:
         rows *= config.num_ranks
     if config.mode.op == "matmul_reduce_scatter":
         rows //= config.num_ranks

@@ -26,6 +26,7 @@ from jax_ub._src.methods import (
     Variant,
 )
 from jax_ub._src.output import version_of, write_json, writing
+from jax_ub._src.parallel import OVERLAPPED
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 
 # Version of the format of tuned files, which store measured times and the fastest
@@ -43,15 +44,8 @@ COLUMN_GRADIENTS = "column_gradients"
 # tokens. The ops differ in the layout of the operands and in what is added to the
 # product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
-# All ops that a tuned file may contain. The first three combine a GEMM with
-# communication.
-OPS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    COLUMN_GRADIENTS,
-    *LOCAL_OPS,
-)
+# All ops that a tuned file may contain.
+OPS = (*OVERLAPPED, COLUMN_GRADIENTS, *LOCAL_OPS)
 # The libraries whose versions an `Environment` contains, because the fastest methods
 # may differ between versions.
 _PACKAGES = ("jax", "jaxlib", "jax_ub")

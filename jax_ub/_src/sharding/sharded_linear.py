@@ -219,7 +219,7 @@ def _shard_function(layout, fsdp_axes, out_dtype, kernels):
 
 def _has_separate_calls(layout, kernels):
     """Returns whether several kernels need separate calls. AG+GEMM needs only one."""
-    return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
+    return len(kernels) > 1 and not layout.mode.gathers_x
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):

@@ -10,17 +10,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.parallel import OVERLAPPED
 from jax_ub._src.runtime import backend, settings
 from jax_ub._src.tools.timing import Timer
 
 AXIS = "tp"
 Spec = PartitionSpec
 ROWS, COLUMNS = Spec(AXIS), Spec(None, AXIS)
+_SPECS = {(True, False): ROWS, (False, True): COLUMNS, (False, False): Spec()}
 # Shardings of x [M, K], w [K, N] and the result [M, N] of each forward op.
-FORWARD_SPECS: dict[str, tuple[tuple[Spec, Spec], Spec]] = {
-    "all_gather_matmul": ((ROWS, COLUMNS), COLUMNS),
-    "matmul_reduce_scatter": ((COLUMNS, ROWS), ROWS),
-    "matmul_all_reduce": ((COLUMNS, ROWS), Spec()),
+FORWARD_SPECS = {
+    op: ((_SPECS[mode.x], _SPECS[mode.kernel]), _SPECS[mode.y])
+    for op, mode in OVERLAPPED.items()
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
+from jax_ub._src.parallel import OVERLAPPED, ROW
 from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.rules.backward import column_gradients
@@ -30,23 +31,16 @@ def cases(
     communication are cases, too, because they have algorithms to choose from.
     """
     if num_ranks > 1:
-        row = shape.row
-        yield TunedKey("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
-        yield TunedKey("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
-        yield TunedKey("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
-        yield TunedKey(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
+        for op in (*OVERLAPPED, COLUMN_GRADIENTS):
+            is_row = op in OVERLAPPED and OVERLAPPED[op].parallel == ROW
+            sizes = shape.sizes("MNK" if is_row else "MKN")
+            yield TunedKey(op, num_ranks, *sizes, dtype)
     if is_cuda:
         local_N = shape.N // num_ranks
-        yield from _local_cases(shape.M, shape.K, local_N, dtype)
-        yield from _local_cases(shape.M, local_N, shape.K, dtype)
-
-
-def _local_cases(M, K, N, dtype):
-    yield TunedKey("matmul", 1, M, K, N, dtype)
-    yield TunedKey("dgrad", 1, M, N, K, dtype)
-    yield TunedKey("dgrad_add", 1, M, N, K, dtype)
-    yield TunedKey("wgrad", 1, K, M, N, dtype)
-    yield TunedKey("wgrad_accumulate", 1, K, M, N, dtype)
+        column = Shape(shape.M, shape.K, local_N)
+        for layer, op in itertools.product((column, column.row), LOCAL_OPS):
+            sizes = {"nn": "MKN", "nt": "MNK", "tn": "KMN"}[_LOCAL[op][0]]
+            yield TunedKey(op, 1, *layer.sizes(sizes), dtype)
 
 
 def dgrad_of(case: TunedKey) -> TunedKey:
