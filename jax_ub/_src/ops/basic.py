@@ -337,14 +337,14 @@ class Collective(BasicOperation):
         checks.check_not_empty(self.label, "x", x)
 
 
-def _as_varying(call_config: CallConfig, x: Any) -> Any:
+def _as_varying(config: CallConfig, x: Any) -> Any:
     """Casts x to vary over the collective's mesh axis, as `jax.lax.pcast` does."""
-    return pcast_operands(x, call_config.axes(x))
+    return pcast_operands(x, config.axes(x))
 
 
-def _gathered(call_config: CallConfig, x: Any) -> Any:
+def _gathered(config: CallConfig, x: Any) -> Any:
     """All-gathers an array, or the values and scales of a quantized `ScaledArray`."""
-    y: Any = all_gather(call_config.collective, _as_varying(call_config, x))
+    y: Any = all_gather(config.collective, _as_varying(config, x))
     if not is_scaled(y):
         return y
     # `source` is the array that was quantized. Later operations read only its shape and
@@ -367,13 +367,13 @@ class AllGather(Collective):
     takes_quantized = True
 
     def forward(self, params, x, extra_inputs, saves):
-        call_config = self.call_config()
+        config = self.call_config()
         self.check(source_of(x))
-        return _gathered(call_config, x), (), {}
+        return _gathered(config, x), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        call_config = self.call_config()
-        return reduce_scatter(call_config.collective, dy, out_dtype=dy.dtype), {}, ()
+        config = self.call_config()
+        return reduce_scatter(config.collective, dy, out_dtype=dy.dtype), {}, ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -390,11 +390,11 @@ class ReduceScatter(Collective):
     takes_quantized_grad = True
 
     def forward(self, params, x, extra_inputs, saves):
-        call_config = self.call_config()
+        config = self.call_config()
         self.check(x)
-        checks.check_divides(self.label, x, call_config.num_ranks)
-        x = _as_varying(call_config, x)
-        return reduce_scatter(call_config.collective, x, out_dtype=x.dtype), (), {}
+        checks.check_divides(self.label, x, config.num_ranks)
+        x = _as_varying(config, x)
+        return reduce_scatter(config.collective, x, out_dtype=x.dtype), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         return _gathered(self.call_config(), dy), {}, ()
@@ -424,15 +424,15 @@ class AllReduce(Collective):
     reduce_in_backward: bool | None = None
 
     def forward(self, params, x, extra_inputs, saves):
-        call_config = self.call_config()
+        config = self.call_config()
         self.check(x, least_rank=0)
-        y = all_reduce(call_config.collective, _as_varying(call_config, x))
-        return _as_varying(call_config, y) if self.reduce_in_backward else y, (), {}
+        y = all_reduce(config.collective, _as_varying(config, x))
+        return _as_varying(config, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        call_config = self.call_config()
+        config = self.call_config()
         sums = self.reduce_in_backward
-        if sums is None or (call_config.is_vma_checked and not sums):
-            sums = is_partial(call_config, dy)
-        dx = all_reduce(call_config.collective, dy) if sums else dy
-        return _as_varying(call_config, dx), {}, ()  # the type of the sum's operand
+        if sums is None or (config.is_vma_checked and not sums):
+            sums = is_partial(config, dy)
+        dx = all_reduce(config.collective, dy) if sums else dy
+        return _as_varying(config, dx), {}, ()  # the type of the sum's operand

@@ -200,10 +200,10 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     ranks = 1 if parallel is None else sizes.ranks_on(axis_name)
     mode = mode_of(parallel, op.sequence_parallel or is_scattered)
     is_backward, window_name = name == "backward", type(window).__name__
-    call_config = _planned(
+    config = _planned(
         op, axis_name, mode, ranks, window_name, sizes, is_backward=is_backward
     )
-    steps = _steps(op, is_fused, call_config, is_backward=is_backward)
+    steps = _steps(op, is_fused, config, is_backward=is_backward)
     targets = list(dict.fromkeys(target for target, _, _ in steps))
     reason = note = ""
     if all(target in _GEMMS for target in targets):
@@ -213,8 +213,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     elif not mode.sequence_parallel:
         reason = _REJECTED
     else:
-        reason = _why_sequential(op, call_config, targets)
-    keys = [(call_config.label, target) for target in targets]
+        reason = _why_sequential(op, config, targets)
+    keys = [(config.label, target) for target in targets]
     known = [sizes.waits[key] for key in keys if key in sizes.waits]
     found: list[simulate.Prediction] = []
     if sizes.tokens is not None and ranks is not None:
@@ -225,12 +225,12 @@ def _linear(op, name, window, reasons, sizes) -> Row:
                 f"{checks.round_up(sizes.tokens, ranks)}."
             )
         if sizes.dtype_of(op).itemsize in RATE_OF_ITEMSIZE:
-            found = [_estimate(op, call_config, sizes, ranks, step) for step in steps]
+            found = [_estimate(op, config, sizes, ranks, step) for step in steps]
     return Row(
         scope="",
         op=", ".join(targets),
         overlapped=not reason,
-        method=call_config.method.value,
+        method=config.method.value,
         reason=reason,
         note=note,
         measured_exposed_s=sum(known) if known else None,
@@ -239,29 +239,29 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     )
 
 
-def _why_sequential(op, call_config, targets) -> str:
+def _why_sequential(op, config, targets) -> str:
     """Returns why a fused linear layer does not overlap its collective, or ""."""
-    if call_config.method is Method.XLA:
+    if config.method is Method.XLA:
         return 'method "xla" is plain jax.lax'
     if "all_to_all" in targets:
         return BY_ALL_TO_ALL
-    if _multiplies_unlike_sent(op, call_config):
+    if _multiplies_unlike_sent(op, config):
         return _GATHERED_AS_FP8
-    if call_config.method is Method.EXTERNAL:
+    if config.method is Method.EXTERNAL:
         return 'method "external" communicates before or after the GEMM'
     return ""
 
 
-def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
+def _estimate(op, config, sizes, ranks, step: Step) -> simulate.Prediction:
     target, k, n = step
-    choice, dtype = call_config.choice, sizes.dtype_of(op)
+    choice, dtype = config.choice, sizes.dtype_of(op)
     if target == "all_to_all":
         # The all-to-all runs in XLA. It is predicted as an all-gather of the same
         # array, in which a rank sends as many bytes.
         target, choice, dtype = "all_gather", MethodChoice(Method.XLA), _FP8
     elif op.fp8 is not None and target not in _SUMS:
         dtype = _FP8
-    if target == "wgrad" and call_config.gathers_first:
+    if target == "wgrad" and config.gathers_first:
         target = "matmul"  # a local GEMM of the same sizes
     return simulate.estimate(
         *(target, choice, sizes.tokens, k, n, ranks),
@@ -292,10 +292,10 @@ def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
     )
 
 
-def _multiplies_unlike_sent(op, call_config):
+def _multiplies_unlike_sent(op, config):
     """Returns whether a GPU would multiply gathered FP8 rows by non-FP8 arrays."""
-    is_wide = call_config.choice.sends_fp8 and op.fp8 is None
-    return is_wide and call_config.is_on_cuda and not call_config.uses_bulk
+    is_wide = config.choice.sends_fp8 and op.fp8 is None
+    return is_wide and config.is_on_cuda and not config.uses_bulk
 
 
 def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:

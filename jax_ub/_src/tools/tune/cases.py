@@ -103,7 +103,7 @@ def function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
 
 def _column_gradients(case, choice):
     dtype = jnp.dtype(case.dtype)
-    call_config = CallConfig(
+    config = CallConfig(
         label=f"tune {case.op}",
         axis_name=(AXIS,),
         num_ranks=case.num_ranks,
@@ -113,7 +113,7 @@ def _column_gradients(case, choice):
 
     def gradients(x, w, dy):
         saved = {"x": x, "gathered": None, "ws": (w,), "main_grads": None}
-        dx, dws = column_gradients(call_config, saved, {0: dy}, None)
+        dx, dws = column_gradients(config, saved, {0: dy}, None)
         return dx, dws[0]
 
     return gradients
