@@ -305,7 +305,7 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"),
         nb::arg("cores") = std::vector<int>());
   m.def("has_engine", [] { return jax_ub::ExistingEngine() != nullptr; });
-  m.def("part_of_cores", [] {
+  m.def("cpu_set", [] {
     jax_ub::Engine* engine = jax_ub::ExistingEngine();
     return engine ? engine->pool().cpu_set() : std::vector<int>();
   });
@@ -346,7 +346,7 @@ NB_MODULE(_cpu, m) {
   m.def("endpoint", [] { return std::make_unique<Endpoint>(); });
   m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),
         nb::arg("devices"), nb::arg("processes"), nb::arg("process"),
-        nb::arg("addresses"), nb::arg("tokens"), nb::arg("half_bytes"),
+        nb::arg("addresses"), nb::arg("tokens"), nb::arg("buffer_bytes"),
         nb::arg("timeout_s"), nb::arg("generation") = 1);
 
   m.def("start_trace", &StartTrace, nb::arg("events_per_thread") = 1 << 16);

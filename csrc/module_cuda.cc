@@ -231,7 +231,7 @@ std::map<std::string, std::string> Failures() {
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();
-  jax_ub::Capabilities offer = endpoint->capabilities();
+  jax_ub::Capabilities capabilities = endpoint->capabilities();
 };
 
 std::unique_ptr<HeapEndpoint> MakeEndpoint(const std::vector<int>& ordinals,
@@ -258,8 +258,8 @@ class HeapCommunicator {
 
   void Close() { jax_ub::ProcessCudaEngine().Leave(communicator_); }
   std::string name() const { return communicator_->name(); }
-  std::string how() const { return communicator_->how(); }
-  std::vector<std::pair<std::string, std::string>> step_downs() const {
+  std::string sharing_mode() const { return communicator_->sharing_mode(); }
+  std::vector<std::pair<std::string, std::string>> fallbacks() const {
     std::vector<std::pair<std::string, std::string>> fallbacks;
     for (const jax_ub::SharingFallback& one : communicator_->fallbacks()) {
       fallbacks.emplace_back(one.mode, one.reason);
@@ -286,7 +286,7 @@ std::unique_ptr<HeapCommunicator> Connect(
     int process,
     const std::map<int, std::string>& addresses,
     const std::map<int, uint64_t>& tokens,
-    const std::map<int, jax_ub::Capabilities>& offers,
+    const std::map<int, jax_ub::Capabilities>& capabilities,
     double timeout_s) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
   jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
@@ -294,7 +294,7 @@ std::unique_ptr<HeapCommunicator> Connect(
   const nb::gil_scoped_release released;
   return std::make_unique<HeapCommunicator>(
       jax_ub::CudaCommunicator::Connect(std::move(endpoint.endpoint),
-                                        {processes, process, name}, peers, offers,
+                                        {processes, process, name}, peers, capabilities,
                                         timeout_s),
       devices);
 }
@@ -383,11 +383,11 @@ NB_MODULE(_cuda, m) {
       .def_prop_ro("address",
                    [](const HeapEndpoint& self) { return self.address.address; })
       .def_prop_ro("token", [](const HeapEndpoint& self) { return self.address.token; })
-      .def_ro("offer", &HeapEndpoint::offer);
+      .def_ro("capabilities", &HeapEndpoint::capabilities);
   nb::class_<HeapCommunicator>(m, "Communicator")
       .def_prop_ro("name", &HeapCommunicator::name)
-      .def_prop_ro("how", &HeapCommunicator::how)
-      .def_prop_ro("step_downs", &HeapCommunicator::step_downs)
+      .def_prop_ro("sharing_mode", &HeapCommunicator::sharing_mode)
+      .def_prop_ro("fallbacks", &HeapCommunicator::fallbacks)
       .def_prop_ro("has_multicast", &HeapCommunicator::has_multicast)
       .def_prop_ro("size_bytes", &HeapCommunicator::size_bytes)
       .def_prop_ro("failure", &HeapCommunicator::failure, unlocked)
@@ -397,13 +397,13 @@ NB_MODULE(_cuda, m) {
   m.def(
       "why_not_connected",
       [](const std::vector<int>& processes,
-         const std::map<int, jax_ub::Capabilities>& offers) {
-        return jax_ub::WhyNotConnected(processes, offers);
+         const std::map<int, jax_ub::Capabilities>& capabilities) {
+        return jax_ub::WhyNotConnected(processes, capabilities);
       },
-      nb::arg("processes"), nb::arg("offers"));
+      nb::arg("processes"), nb::arg("capabilities"));
   m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),
         nb::arg("devices"), nb::arg("processes"), nb::arg("process"),
-        nb::arg("addresses"), nb::arg("tokens"), nb::arg("offers"),
+        nb::arg("addresses"), nb::arg("tokens"), nb::arg("capabilities"),
         nb::arg("timeout_s"));
   m.def("connect_in_process", &ConnectInProcess, nb::kw_only(), nb::arg("name"),
         nb::arg("devices"), nb::arg("ordinals"), nb::arg("slots_bytes"));

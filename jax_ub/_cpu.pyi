@@ -164,7 +164,7 @@ def set_num_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
         ValueError: the number is less than one, or a core id is out of range.
     """
 
-def part_of_cores() -> list[int]:
+def cpu_set() -> list[int]:
     """Returns the cores that were passed to `set_num_threads`."""
 
 def num_threads() -> int:
@@ -270,7 +270,7 @@ def connect(
     process: int,
     addresses: dict[int, str],
     tokens: dict[int, int],
-    half_bytes: int,
+    buffer_bytes: int,
     timeout_s: float,
     generation: int = 1,
 ) -> Communicator:
@@ -284,7 +284,7 @@ def connect(
         process: index of this process.
         addresses: addresses of the other processes' endpoints.
         tokens: tokens of the other processes' endpoints.
-        half_bytes: bytes of shared memory of a rank for one call. Twice as much is
+        buffer_bytes: bytes of shared memory of a rank for one call. Twice as much is
             allocated, since the memory is double-buffered.
         timeout_s: how long to wait for the other processes, in seconds.
         generation: generation of the communicator. It rejects calls that were lowered

@@ -150,7 +150,7 @@ class Endpoint:
     @property
     def token(self) -> int: ...
     @property
-    def offer(self) -> dict[str, str]:
+    def capabilities(self) -> dict[str, str]:
         """The capabilities of this process, which all processes exchange.
 
         They are the host, the GPUs, and for each sharing mode either what a peer needs
@@ -163,11 +163,11 @@ class Communicator:
     @property
     def name(self) -> str: ...
     @property
-    def how(self) -> str:
+    def sharing_mode(self) -> str:
         """The sharing mode: ``in_process``, ``vmm``, ``fabric`` or ``ipc``."""
 
     @property
-    def step_downs(self) -> list[tuple[str, str]]:
+    def fallbacks(self) -> list[tuple[str, str]]:
         """The preferred sharing modes that failed, with the reason of each fallback."""
 
     @property
@@ -200,14 +200,16 @@ def endpoint(ordinals: list[int], slots_bytes: int, host: str) -> Endpoint:
         RuntimeError: a device does not have enough memory.
     """
 
-def why_not_connected(processes: list[int], offers: dict[int, dict[str, str]]) -> str:
+def why_not_connected(
+    processes: list[int], capabilities: dict[int, dict[str, str]]
+) -> str:
     """Returns why these processes cannot share memory, or "" if they can.
 
     The result is the same in all processes.
 
     Args:
         processes: process index of each rank.
-        offers: `Endpoint.offer` of each process.
+        capabilities: `Endpoint.capabilities` of each process.
     """
 
 def connect(
@@ -219,7 +221,7 @@ def connect(
     process: int,
     addresses: dict[int, str],
     tokens: dict[int, int],
-    offers: dict[int, dict[str, str]],
+    capabilities: dict[int, dict[str, str]],
     timeout_s: float,
 ) -> Communicator:
     """Connects the ranks of a group. All its processes must call it.
@@ -232,7 +234,7 @@ def connect(
         process: index of this process.
         addresses: addresses of the endpoints of other processes on this host.
         tokens: tokens of the endpoints of other processes on this host.
-        offers: `Endpoint.offer` of each process.
+        capabilities: `Endpoint.capabilities` of each process.
         timeout_s: how long to wait for the other processes, in seconds.
 
     Raises:

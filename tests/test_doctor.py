@@ -355,8 +355,8 @@ def test_failure_of_a_method_without_gpu_support_is_a_note(gpus):
 
 def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
     class Heaps:
-        how = "ipc"
-        step_downs = (("vmm", "process 1: cuMemCreate: not permitted"),)
+        sharing_mode = "ipc"
+        fallbacks = (("vmm", "process 1: cuMemCreate: not permitted"),)
         has_multicast = False
 
     connection = Connection((0, 1), "cuda", (0, 1), None, Heaps())
@@ -367,8 +367,8 @@ def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
 
 def test_multicast_is_listed():
     class Heaps:
-        how = "vmm"
-        step_downs = ()
+        sharing_mode = "vmm"
+        fallbacks = ()
         has_multicast = True
 
     connection = Connection((0, 1), "cuda", (0, 1), None, Heaps())

@@ -59,7 +59,7 @@ class SharedMapping {
   // Gives up the mapping without unmapping it. Used in a forked child, which does not
   // have the mapping (MADV_DONTFORK), so that the address may belong to another mapping
   // of the child.
-  void Forget() { static_cast<void>(mapping_.release()); }
+  void DetachAfterFork() { static_cast<void>(mapping_.release()); }
 
  private:
   SharedMapping(FileDescriptor descriptor, int64_t size_bytes);

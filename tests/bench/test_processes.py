@@ -117,7 +117,7 @@ def test_barriers_are_timed_until_the_communicator_is_closed():
         process=0,
         addresses={},
         tokens={},
-        half_bytes=4096,
+        buffer_bytes=4096,
         timeout_s=10.0,
     )
     assert communicator.barrier_seconds(10) > 0

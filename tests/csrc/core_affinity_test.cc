@@ -45,7 +45,7 @@ TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
   {
-    const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
     const cpu_set_t now = Allowed();
     const cpu_set_t here = Only(sched_getcpu());
     CHECK(CPU_EQUAL(&now, &here));
@@ -57,7 +57,7 @@ TEST(AThreadThatComputesStaysOnItsCore) {
 TEST(FewerThreadsThanCoresMayMove) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
-  const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller,
+  const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller,
                                       CPU_COUNT(&before) - 1);
   const cpu_set_t now = Allowed();
   CHECK(CPU_EQUAL(&now, &before));
@@ -70,14 +70,14 @@ TEST(ThreadsComputeOnTheirPartOfTheCores) {
     if (!CPU_ISSET(core, &before)) continue;
     cores.set_cpu_set({core});
     {
-      const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, 1);
+      const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, 1);
       CHECK_EQ(sched_getcpu(), core);
     }
     const cpu_set_t after = Allowed();
     CHECK(CPU_EQUAL(&after, &before));
   }
   cores.set_cpu_set({CPU_SETSIZE - 1});  // where it may not run: anywhere, then
-  const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+  const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
   CHECK(CPU_ISSET(sched_getcpu(), &before));
 }
 
@@ -91,7 +91,7 @@ TEST(AWorkerLeavesTheCoreOfAnEarlierCallIfItIsTaken) {
     const cpu_set_t here = Only(core);  // as AssignIdleCores did in an earlier call
     CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
     {
-      const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kWorker,
+      const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kWorker,
                                           CPU_SETSIZE);
       CHECK(sched_getcpu() != core);
     }
@@ -115,7 +115,7 @@ TEST(SecondThreadOnACoreMovesToAnother) {
     sched_setaffinity(0, sizeof(here), &here);
     sched_setaffinity(0, sizeof(before), &before);  // still there, most likely
     {
-      const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kWorker,
+      const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kWorker,
                                           CPU_SETSIZE);
       CHECK(sched_getcpu() != core);
       const cpu_set_t now = Allowed();
@@ -201,14 +201,14 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   const cpu_set_t first = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&first, &before));
   {
-    const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
     const int core = sched_getcpu();
     for (int i = 0; i < 2; ++i) {  // the second time there is nothing to do
       cores.AssignIdleCores(sleeper.thread());
-      cpu_set_t apart = sleeper.AllowedThere();
-      CHECK(!CPU_ISSET(core, &apart));
-      CPU_SET(core, &apart);
-      CHECK(CPU_EQUAL(&apart, &before));
+      cpu_set_t assigned = sleeper.AllowedThere();
+      CHECK(!CPU_ISSET(core, &assigned));
+      CPU_SET(core, &assigned);
+      CHECK(CPU_EQUAL(&assigned, &before));
     }
   }
   // The thread stays on its cores until a thread on another core wakes it, or it is
@@ -225,7 +225,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
 TEST(AThreadStartedByOneThatComputesMayRunEverywhere) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
-  const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+  const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
   Sleeper sleeper(cores);
   const cpu_set_t there = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&there, &before));
@@ -238,7 +238,7 @@ TEST(AThreadIsWokenAnywhereWhereEveryCoreIsTaken) {
   Sleeper sleeper(cores);
   CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
   {
-    const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
     cores.AssignIdleCores(sleeper.thread());
     const cpu_set_t there = sleeper.AllowedThere();
     CHECK(CPU_EQUAL(&there, &before));

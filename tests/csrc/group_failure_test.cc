@@ -72,7 +72,7 @@ class Own {
             },
         .set_lost =
             [this](int process, const auto& how) {
-              Log("gone(" + std::to_string(process) + how + ")");
+              Log("lost(" + std::to_string(process) + how + ")");
               while_waits_end_();
             },
         .on_signature = [this](const auto& news) { Log("heard(" + news.text + ")"); }};
@@ -148,11 +148,11 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
     SendMessage(own.peers[2], MessageKind::kDeathNotice, who);
   }
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("gone(1died)heard(behind)"));
+  CHECK(own.HasLogged("lost(1died)heard(behind)"));
   CHECK(HearsNothing(own.peers[2]));
   // Only poison ends a process that waits for another process than the dead one.
   own.failure.Poison(Boom());
-  CHECK(own.HasLogged("gone(1died)heard(behind)end(boom)"));
+  CHECK(own.HasLogged("lost(1died)heard(behind)end(boom)"));
   CheckHears(own.peers[2], MessageKind::kPoison,
              "CommunicatorError: jax_ub.tp: " + own.name + " failed: boom");
   CHECK_EQ(check::TextOf(own.failure.reason()), reason);
@@ -161,10 +161,10 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
 TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
   Own own;
   SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
-  CHECK(own.HasLogged("gone(1died)"));
+  CHECK(own.HasLogged("lost(1died)"));
   own.peers[1].reset();
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("gone(1died)heard(behind)"));
+  CHECK(own.HasLogged("lost(1died)heard(behind)"));
   CheckHears(own.peers[2], MessageKind::kDeathNotice, "1");
   CHECK(HearsNothing(own.peers[2]));
 }
@@ -172,11 +172,11 @@ TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
 TEST(AGoodbyeIsNoReason) {
   Own own;
   SendMessage(own.peers[1], MessageKind::kClose, "");
-  CHECK(own.HasLogged("gone(1)"));
+  CHECK(own.HasLogged("lost(1)"));
   own.peers[1].reset();
   SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("gone(1)heard(behind)"));
+  CHECK(own.HasLogged("lost(1)heard(behind)"));
   CHECK(!own.failure.reason());
   CHECK(HearsNothing(own.peers[2]));
 }

@@ -47,9 +47,9 @@ def main():
     ub.initialize_ub(capacity, mesh.size, mesh=mesh)
     for connection in communicators.connections():
         # Only communicators of GPUs share their memory in one of several modes.
-        if hasattr(connection.communicator, "how"):
-            say(f"memory is shared by {connection.communicator.how}")
-            for mode, reason in connection.communicator.step_downs:
+        if hasattr(connection.communicator, "sharing_mode"):
+            say(f"memory is shared by {connection.communicator.sharing_mode}")
+            for mode, reason in connection.communicator.fallbacks:
                 say(f"not by {mode}: {reason}")
     methods = given.methods.split(",") if given.methods else list(METHODS)
     methods += [] if on_gpu or given.methods else ["direct"]

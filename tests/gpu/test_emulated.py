@@ -237,7 +237,8 @@ def connect(rank):
     held[rank] = _cuda.connect(
         ends[rank], name="tp", devices=[2 * rank, 2 * rank + 1], processes=[0, 1],
         process=rank, addresses={peer: ends[peer].address},
-        tokens={peer: ends[peer].token}, offers={peer: ends[peer].offer}, timeout_s=20)
+        tokens={peer: ends[peer].token}, timeout_s=20,
+        capabilities={peer: ends[peer].capabilities})
 
 def drop():
     begins.set()

@@ -46,14 +46,14 @@ class Program:
         ranks = devices(math.prod(sizes.values()))
         draw.shuffle(ranks)
         self.mesh = Mesh(np.array(ranks).reshape(*sizes.values()), tuple(sizes))
-        maker = Programs(draw, sizes, runs_once)
-        maker.is_compiled = not is_tiny
-        connect(self.mesh, maker.axis_name)
+        programs = Programs(draw, sizes, runs_once)
+        programs.is_compiled = not is_tiny
+        connect(self.mesh, programs.axis_name)
         batch = [draw.randint(1, 3) for _ in range(draw.choice([0, 0, 1, 1, 2]))]
-        rows = draw.choice([1, 2, 3]) * draw.choice([1, maker.num_ranks])
-        x = maker.parameter(*batch, rows, maker.size())
+        rows = draw.choice([1, 2, 3]) * draw.choice([1, programs.num_ranks])
+        x = programs.parameter(*batch, rows, programs.size())
         size = (1, 1) if is_tiny else (2, draw.choice([1, 2, 3]))
-        self.maker, self.chain = maker, maker.chain(x.shape, *size)
+        self.programs, self.chain = programs, programs.chain(x.shape, *size)
         parameters = (x, *self.chain.parameters)
         self.specs = tuple(P(parameter.axes) for parameter in parameters)
         self.operands = tuple(map(self.value, range(len(parameters)), parameters))
@@ -73,14 +73,14 @@ class Program:
     def on_mesh(self, functions):
         def run(x, *values):
             y = self.chain.run(functions, tuple(v[0] for v in values), x[0])
-            return self.maker.everywhere(y.astype(jnp.float32))[None]
+            return self.programs.everywhere(y.astype(jnp.float32))[None]
 
         return jax.shard_map(
             run,
             mesh=self.mesh,
             in_specs=self.specs,
             out_specs=P(self.mesh.axis_names),
-            check_vma=self.maker.check_vma,
+            check_vma=self.programs.check_vma,
         )
 
     def step(self, function):
@@ -118,7 +118,7 @@ class Program:
             seen: what `run` returns of the step's results.
         """
         operands = operands or (self.cotangent, *self.operands)
-        plain = around(self.on_mesh(Plain(self.maker.check_vma)))
+        plain = around(self.on_mesh(Plain(self.programs.check_vma)))
         expected = seen(jax.jit(self.step(plain))(*operands))
         assert_equal(run(self.step(around(self.on_mesh(ub))))(*operands), expected)
 
@@ -209,7 +209,7 @@ def with_several_cotangents(seed):
     operands = (cotangents, *program.operands)
     expected, found = (
         jax.jit(jax.vmap(program.step(program.on_mesh(functions)), axes))(*operands)
-        for functions in (Plain(program.maker.check_vma), ub)
+        for functions in (Plain(program.programs.check_vma), ub)
     )
     assert_equal(found, expected)
 

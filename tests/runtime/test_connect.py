@@ -24,7 +24,7 @@ def connect(cpu, endpoint=None, **changes):
         "process": 3,
         "addresses": {},
         "tokens": {},
-        "half_bytes": 1 << 16,
+        "buffer_bytes": 1 << 16,
         "timeout_s": 20.0,
     }
     return cpu.connect(endpoint or cpu.endpoint(), **{**of_one_process, **changes})

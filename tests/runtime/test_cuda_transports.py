@@ -17,7 +17,7 @@ from jax_ub.errors import CommunicatorError
 
 # Two groups that span two processes, and one group inside each process.
 GROUPS = ((0, 4), (1, 5), (2, 3), (6, 7))
-INTRODUCTION = {"address": "there", "token": 7, "offer": {"vmm": "yes"}}
+INTRODUCTION = {"address": "there", "token": 7, "capabilities": {"vmm": "yes"}}
 
 
 class Communicator(types.SimpleNamespace):
@@ -35,10 +35,12 @@ class Engine(StandIn):
 
     def endpoint(self, ordinals, slots_bytes, host):
         self.offered.append((ordinals, slots_bytes))
-        return types.SimpleNamespace(address="here", token=5, offer={"vmm": "yes"})
+        return types.SimpleNamespace(
+            address="here", token=5, capabilities={"vmm": "yes"}
+        )
 
-    def why_not_connected(self, processes, offers):
-        assert {0, 1} == set(offers)
+    def why_not_connected(self, processes, capabilities):
+        assert {0, 1} == set(capabilities)
         return ""
 
     def _make(self, devices, **options):
@@ -125,7 +127,7 @@ def test_groups_in_one_process_have_heaps_too(fake_engine):
     first, second, inside = fake_engine.made
     assert (first.devices, first.processes, first.process) == ([0, 4], [0, 1], 0)
     assert (first.addresses, first.tokens) == ({1: "there"}, {1: 7})
-    assert first.offers == {0: {"vmm": "yes"}, 1: {"vmm": "yes"}}
+    assert first.capabilities == {0: {"vmm": "yes"}, 1: {"vmm": "yes"}}
     assert second.devices == [1, 5]
     assert (inside.devices, inside.ordinals) == ([2, 3], [12, 13])
     assert inside.slots_bytes == device_groups().call_bytes
@@ -139,12 +141,12 @@ def test_only_processes_of_the_same_host_are_connected_by_socket(fake_engine):
     connect(introduced(host="there"), {})
     first = fake_engine.made[0]
     assert (first.addresses, first.tokens) == ({}, {})
-    assert set(first.offers) == {0, 1}
+    assert set(first.capabilities) == {0, 1}
 
 
 def test_incompatible_capabilities_are_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(
-        fake_engine, "why_not_connected", lambda processes, offers: "no P2P"
+        fake_engine, "why_not_connected", lambda processes, capabilities: "no P2P"
     )
     found = connect(introduced(), {})
     assert found[0, 4].reason == found[1, 5].reason == "no P2P"

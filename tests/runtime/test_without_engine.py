@@ -44,7 +44,7 @@ def test_queries_and_releases_create_no_engine():
         cpu = cpu_engine.load()
         assert cpu.num_threads() == cpu.default_num_threads()
         assert 1 <= cpu.num_threads() <= len(os.sched_getaffinity(0))
-        assert cpu.part_of_cores() == []
+        assert cpu.cpu_set() == []
         assert cpu.counters()["slot_bytes"] == 0
         assert cpu.read_trace()["calls"] == []
         cpu.stop_trace()

@@ -114,7 +114,7 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(
 SharedMemoryCommunicator::~SharedMemoryCommunicator() {
   Close();
   if (!failure_.IsForkedChild()) return;
-  for (SharedMapping& memory : memories_) memory.Forget();
+  for (SharedMapping& memory : memories_) memory.DetachAfterFork();
 }
 
 void SharedMemoryCommunicator::WakeLocalWaits() {

@@ -70,7 +70,7 @@ GroupHeaps GroupHeaps::InProcess(const Driver& driver,
     heaps.own_ = LocalHeaps::Allocated(*heaps.devices_, layout.size_bytes());
   }
   heaps.devices_->MakeRecords();
-  heaps.how_ = "in_process";
+  heaps.sharing_mode_ = "in_process";
   heaps.others_.resize(1);
   heaps.FindAddresses(group);
   if (!nvls) return heaps;
@@ -99,7 +99,7 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<LocalDevices> devices,
       failed.push_back({SharingModeName(mode), reason});
       continue;
     }
-    heaps.how_ = SharingModeName(mode);
+    heaps.sharing_mode_ = SharingModeName(mode);
     heaps.fallbacks_ = FallbacksTo(mode, decision, failed);
     heaps.FindAddresses(group);
     if (nvls) {

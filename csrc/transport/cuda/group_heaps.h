@@ -48,7 +48,7 @@ class GroupHeaps {
   const LocalDevices& devices() const { return *devices_; }
   // Returns how the ranks access each other's memory: the name of the sharing mode, or
   // "in_process".
-  const std::string& how() const { return how_; }
+  const std::string& sharing_mode() const { return sharing_mode_; }
   const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
   // Returns the size of all heaps of local ranks, in bytes.
   int64_t size_bytes() const { return own_.size_bytes(); }
@@ -99,7 +99,7 @@ class GroupHeaps {
   std::vector<PeerHeaps> others_;                        // indexed by process index
   std::unique_ptr<Multicast> multicast_;                 // nullptr: no multicast
   std::vector<std::vector<RankSlotAddress>> addresses_;  // [own rank][rank]
-  std::string how_;
+  std::string sharing_mode_;
   std::vector<SharingFallback> fallbacks_;
 };
 

@@ -317,13 +317,13 @@ def _check_pairs(resolved):
     """
     for name, config in resolved.items():
         layer, direction = split_name(name)
-        partner = {DGRAD: f"{layer}_{WGRAD}", WGRAD: f"{layer}_{DGRAD}"}.get(direction)
-        if partner is None or config.method != Method.BULK.value:
+        paired = {DGRAD: f"{layer}_{WGRAD}", WGRAD: f"{layer}_{DGRAD}"}.get(direction)
+        if paired is None or config.method != Method.BULK.value:
             continue
-        other = resolved.get(partner)
+        other = resolved.get(paired)
         if other is None or other.method != Method.BULK.value:
             raise ConfigurationError(
-                f'ub_cfgs[{shown(name)}] is "bulk", but {shown(partner)} is not: the '
+                f'ub_cfgs[{shown(name)}] is "bulk", but {shown(paired)} is not: the '
                 "dgrad all-gathers x for the wgrad, and the wgrad reduce-scatters dx. "
                 'Configure both, with comm_type "AG" for the dgrad and "RS" for the '
                 "wgrad, or neither."

@@ -109,7 +109,7 @@ class CpuTransportSetup(TransportSetup):
         return cpu_engine.load().connect(
             endpoint,
             **self._shared_arguments(group, infos),
-            half_bytes=self._device_groups.call_bytes,
+            buffer_bytes=self._device_groups.call_bytes,
             generation=generation,
         )
 
@@ -136,7 +136,10 @@ class CudaTransportSetup(TransportSetup):
         """Returns the endpoint's address, secret token and memory sharing modes."""
         if isinstance(endpoint, str):
             return {"why_not": endpoint}
-        return {**super().endpoint_info(endpoint), "offer": endpoint.offer}
+        return {
+            **super().endpoint_info(endpoint),
+            "capabilities": endpoint.capabilities,
+        }
 
     def why_not(self, group, infos):
         """Returns why the group's GPUs cannot share memory, or None if they can."""
@@ -145,9 +148,9 @@ class CudaTransportSetup(TransportSetup):
         for process, info in sorted(infos.items()):
             if "why_not" in info:
                 return f"process {process} cannot connect: {info['why_not']}"
-        offers = {process: info["offer"] for process, info in infos.items()}
         processes = list(self._device_groups.processes_of(group))
-        return cuda_engine.load().why_not_connected(processes, offers) or None
+        capabilities = _capabilities(infos)
+        return cuda_engine.load().why_not_connected(processes, capabilities) or None
 
     def connect(self, group, endpoint, infos, generation):
         """Maps the memory heaps of all ranks on each GPU of this process."""
@@ -163,8 +166,12 @@ class CudaTransportSetup(TransportSetup):
         return cuda_engine.load().connect(
             endpoint,
             **self._shared_arguments(group, on_host),
-            offers={process: info["offer"] for process, info in infos.items()},
+            capabilities=_capabilities(infos),
         )
+
+
+def _capabilities(infos):
+    return {process: info["capabilities"] for process, info in infos.items()}
 
 
 def transport_setup_of(device_groups: DeviceGroups) -> TransportSetup:

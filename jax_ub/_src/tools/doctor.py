@@ -446,12 +446,12 @@ def _connections():
 def describe_connection(connection: communicators.Connection) -> str:
     """Describes how ranks share memory, and why preferred modes are unusable."""
     communicator = connection.communicator
-    how = getattr(communicator, "how", None)
-    if communicator is None or how is None:
+    sharing_mode = getattr(communicator, "sharing_mode", None)
+    if communicator is None or sharing_mode is None:
         return "connected"
     nvls = " with nvls" if communicator.has_multicast else ""
-    unusable = [f"; not by {mode}: {why}" for mode, why in communicator.step_downs]
-    return f"connected by {how}{nvls}{''.join(unusable)}"
+    unusable = [f"; not by {mode}: {why}" for mode, why in communicator.fallbacks]
+    return f"connected by {sharing_mode}{nvls}{''.join(unusable)}"
 
 
 def _fallbacks():

@@ -110,7 +110,7 @@ def engine_threads(num_threads: int) -> Iterator[None]:
     uses only its share of them.
     """
     cpu = cpu_engine.load()
-    before = cpu.num_threads(), cpu.part_of_cores()
+    before = cpu.num_threads(), cpu.cpu_set()
     cpu.set_num_threads(num_threads)
     try:
         yield

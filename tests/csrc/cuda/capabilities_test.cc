@@ -13,7 +13,7 @@ namespace {
 
 // Returns the capabilities of a process on host "a" with GPUs `gpus` that supports
 // every mode.
-Capabilities OfferOf(const std::string& gpus) {
+Capabilities CapabilitiesOf(const std::string& gpus) {
   return {{kHostKey, "a"}, {kGpusKey, gpus},   {kUnreachableKey, ""},
           {"vmm", "yes"},  {"fabric", "1:00"}, {"ipc", "yes"}};
 }
@@ -27,7 +27,8 @@ Capabilities Without(Capabilities capabilities,
 }
 
 TEST(TheBestWayThatAllOfferComesFirst) {
-  std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x")}, {1, OfferOf("y")}};
+  std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
+                                                 {1, CapabilitiesOf("y")}};
   const SharingDecision all = Agree({0, 1}, capabilities_of);
   CHECK(all.modes == std::vector<SharingMode>(
                          {SharingMode::kVmm, SharingMode::kFabric, SharingMode::kIpc}));
@@ -43,7 +44,8 @@ TEST(TheBestWayThatAllOfferComesFirst) {
 }
 
 TEST(OnlyStepsBeforeTheWayThatWasTakenCount) {
-  std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x")}, {1, OfferOf("y")}};
+  std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
+                                                 {1, CapabilitiesOf("y")}};
   capabilities_of[0] = Without(capabilities_of[0], SharingMode::kFabric, "no channel");
   capabilities_of[1] = Without(capabilities_of[1], SharingMode::kIpc, "refused");
   const SharingDecision decision = Agree({0, 1}, capabilities_of);
@@ -54,7 +56,8 @@ TEST(OnlyStepsBeforeTheWayThatWasTakenCount) {
 }
 
 TEST(WithoutAWayAllReasonsAreNamed) {
-  std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x")}, {3, OfferOf("y")}};
+  std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
+                                                 {3, CapabilitiesOf("y")}};
   capabilities_of[3] = Without(capabilities_of[3], SharingMode::kVmm, "no descriptors");
   capabilities_of[3] = Without(capabilities_of[3], SharingMode::kIpc, "not permitted");
   capabilities_of[0] = Without(capabilities_of[0], SharingMode::kFabric, "no channel");
@@ -64,7 +67,8 @@ TEST(WithoutAWayAllReasonsAreNamed) {
 }
 
 TEST(OnlyFabricHandlesReachOtherHosts) {
-  std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x")}, {1, OfferOf("y")}};
+  std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
+                                                 {1, CapabilitiesOf("y")}};
   capabilities_of[1][kHostKey] = std::string("there");
   const SharingDecision decision = Agree({0, 1}, capabilities_of);
   CHECK(decision.modes == std::vector<SharingMode>({SharingMode::kFabric}));
@@ -79,8 +83,8 @@ TEST(OnlyFabricHandlesReachOtherHosts) {
 }
 
 TEST(GpusThatCannotReachEachOtherAreNamedByTheirRanks) {
-  std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x,y")},
-                                                 {2, OfferOf("z")}};
+  std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x,y")},
+                                                 {2, CapabilitiesOf("z")}};
   CHECK_EQ(WhyNotConnected({0, 2, 0}, capabilities_of), "");
   // An unreachable process does not matter if it has no rank.
   capabilities_of[2][kUnreachableKey] = "z>w";
@@ -93,7 +97,8 @@ TEST(GpusThatCannotReachEachOtherAreNamedByTheirRanks) {
 }
 
 TEST(AProcessThatOffersNothingIsNamed) {
-  CHECK_EQ(WhyNotConnected({0, 1}, {{0, OfferOf("x")}}), "process 1 offers nothing");
+  CHECK_EQ(WhyNotConnected({0, 1}, {{0, CapabilitiesOf("x")}}),
+           "process 1 offers nothing");
 }
 
 TEST(BytesSurviveAsText) {

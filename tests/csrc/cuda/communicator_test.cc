@@ -53,7 +53,7 @@ TEST(RanksOfOneProcessReachEachOther) {
     EmulatedMachine machine({.num_devices = num_ranks, .seed = 3, .max_delay_us = 100});
     {
       const auto communicator = MakeOn(Ordinals(num_ranks));
-      CHECK_EQ(communicator->how(), "in_process");
+      CHECK_EQ(communicator->sharing_mode(), "in_process");
       CHECK(communicator->fallbacks().empty());
       CHECK_EQ(communicator->num_ranks(), num_ranks);
       CHECK_EQ(communicator->slots_bytes(), RankOnGpu::kSlotsBytes);
@@ -94,7 +94,7 @@ TEST(WithoutVirtualMemoryDevicesReachWhatOthersAllocated) {
   EmulatedMachine machine({.num_devices = 3, .has_vmm = false});
   {
     const auto communicator = MakeOn(Ordinals(3));
-    CHECK_EQ(communicator->how(), "in_process");
+    CHECK_EQ(communicator->sharing_mode(), "in_process");
     CHECK_EQ(communicator->fallbacks().size(), 1u);
     CHECK_EQ(communicator->fallbacks()[0].mode, "vmm");
     CHECK(communicator->fallbacks()[0].reason.find("CUDA_ERROR_NOT_SUPPORTED") !=

@@ -34,7 +34,7 @@ TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
           EmulatedMachine machine(options);
           {
             const auto communicator = ConnectOn(process, meeting, {of_rank});
-            CHECK_EQ(communicator->how(), one.mode);
+            CHECK_EQ(communicator->sharing_mode(), one.mode);
             RanksOnGpus ranks(communicator);
             CHECK_EQ(ranks.NumWrongOf(10), 0);
             CHECK(!communicator->failure());
@@ -56,7 +56,7 @@ TEST(OneProcessThatCannotTakesAllToTheNextWay) {
     EmulatedMachine machine(options);
     {
       const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
-      CHECK_EQ(communicator->how(), "ipc");
+      CHECK_EQ(communicator->sharing_mode(), "ipc");
       CHECK_EQ(Describe(communicator->fallbacks()),
                "vmm: process 1: GPU 0 has no virtual memory management\n"
                "fabric: process 0: GPU 0 has no memory handles for a fabric\n");
@@ -85,7 +85,7 @@ TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
     }
     {
       const auto communicator = ConnectOn(process, meeting, {{0, 1}});
-      CHECK_EQ(communicator->how(), "vmm");
+      CHECK_EQ(communicator->sharing_mode(), "vmm");
       CHECK(communicator->fallbacks().empty());
     }
     CHECK_EQ(machine.Complaints(), "");
@@ -105,7 +105,7 @@ TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
       if (process == 2) machine.Fail(function, CUDA_ERROR_UNKNOWN, is_import ? 1 : 2);
       {
         const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
-        CHECK_EQ(communicator->how(), "ipc");
+        CHECK_EQ(communicator->sharing_mode(), "ipc");
         CHECK_EQ(communicator->fallbacks().size(), 2u);
         CHECK(communicator->fallbacks()[0].reason.starts_with(
             std::string("process 2: cu") + function + ": CUDA_ERROR_UNKNOWN"));
@@ -196,7 +196,7 @@ TEST(HostsShareByFabricHandles) {
       const auto communicator = ConnectOn(
           process, meeting,
           {.process_of_rank = {0, 1, 2}, .host = process == 2 ? "there" : "here"});
-      CHECK_EQ(communicator->how(), "fabric");
+      CHECK_EQ(communicator->sharing_mode(), "fabric");
       CHECK_EQ(Describe(communicator->fallbacks()), "vmm: its ranks span 2 hosts\n");
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(5), 0);

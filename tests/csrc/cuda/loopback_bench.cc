@@ -70,11 +70,11 @@ class LoopbackBench : public GpuBench {
       Launches({"GEMM+AR in one exchange", Op::kMatmulAllReduce, m, 128, 128,
                 Variant::kOneShot});
     }
-    Knobs({"AG+GEMM 70B qkv", Op::kAllGatherMatmul, 8192, 8192, 1280});
-    Knobs({"AG+GEMM 70B fc1", Op::kAllGatherMatmul, 8192, 8192, 7168});
-    Knobs({"GEMM+RS 70B proj", Op::kMatmulReduceScatter, 8192, 1024, 8192});
-    Knobs({"GEMM+RS 70B fc2", Op::kMatmulReduceScatter, 8192, 3584, 8192});
-    Knobs({"GEMM+AR 70B proj", Op::kMatmulAllReduce, 8192, 1024, 8192});
+    Options({"AG+GEMM 70B qkv", Op::kAllGatherMatmul, 8192, 8192, 1280});
+    Options({"AG+GEMM 70B fc1", Op::kAllGatherMatmul, 8192, 8192, 7168});
+    Options({"GEMM+RS 70B proj", Op::kMatmulReduceScatter, 8192, 1024, 8192});
+    Options({"GEMM+RS 70B fc2", Op::kMatmulReduceScatter, 8192, 3584, 8192});
+    Options({"GEMM+AR 70B proj", Op::kMatmulAllReduce, 8192, 1024, 8192});
   }
 
  private:
@@ -189,7 +189,7 @@ class LoopbackBench : public GpuBench {
   }
 
   // Measures a layer's call over its GEMM, and GEMMs in chunks over it.
-  void Knobs(const Layer& layer) {
+  void Options(const Layer& layer) {
     std::vector<DeviceMemory> memory;
     for (const int64_t size :
          {layer.m * layer.k, layer.k * layer.n, layer.m * layer.n}) {

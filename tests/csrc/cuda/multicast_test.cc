@@ -71,7 +71,7 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
                      .copies = {},
                      .multicast = own.multicast.get()});
     const auto at = reinterpret_cast<CUdeviceptr>(slots.slot(0));
-    const auto meet = [&](int stage) {
+    const auto barrier = [&](int stage) {
       for (int peer = 0; peer < num_ranks; ++peer) {
         if (peer != rank) slots.Signal(peer, stage * num_ranks + rank);
       }
@@ -83,9 +83,9 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
           driver.MemcpyAsync(at, own.memory->device(), kNumElements * SizeOf(dtype),
                              own.stream->get()),
           "cuMemcpyAsync");
-    meet(0);
+    barrier(0);
     slots.SumByMulticast({0, kNumElements, dtype, {}});
-    meet(1);
+    barrier(1);
     Check(driver,
           driver.MemcpyAsync(own.memory->device(), at, kNumElements * SizeOf(dtype),
                              own.stream->get()),
@@ -226,7 +226,7 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
       {
         const auto communicator =
             ConnectOn(process, meeting, {.process_of_rank = {0, 1, 2}, .nvls = true});
-        CHECK_EQ(communicator->how(), "vmm");
+        CHECK_EQ(communicator->sharing_mode(), "vmm");
         CHECK(!communicator->has_multicast());
         CHECK_EQ(communicator->fallbacks().size(), 1u);
         CHECK_EQ(communicator->fallbacks()[0].mode, "nvls");
