@@ -288,6 +288,7 @@ NB_MODULE(_cpu, m) {
   // Disables nanobind's warnings about leaks, because modules may still refer to
   // communicators when Python exits.
   nb::set_leak_warnings(false);
+  m.attr("default_splits") = jax_ub::kDefaultSplits;
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
   m.def("quantize_targets",

@@ -106,6 +106,7 @@ class Step:
     @property
     def num_chunks(self) -> int: ...
 
+default_splits: int
 xla_ffi_api_version: tuple[int, int]
 
 def targets() -> dict[str, Stages]:

@@ -1,5 +1,6 @@
 import pytest
 
+from jax_ub import _cpu
 from jax_ub._src import methods
 from jax_ub._src.methods import (
     KernelOptions,
@@ -70,3 +71,20 @@ def test_method_choice_of_another_method_keeps_splits_of_pipelines_only():
     assert MethodChoice(Method.AUTO).with_method(Method.BULK) == MethodChoice(
         Method.BULK, is_explicit=False
     )
+
+
+def engine_names(**wrong):
+    """Returns the engine's names of methods or variants, in the order of numbers."""
+    call = {"op": "all_gather", "method": "bulk", "rank": 0, "num_ranks": 2}
+    with pytest.raises(ValueError, match="is none of ") as error:
+        _cpu.schedule(**{**call, "num_splits": 1, **wrong})
+    return str(error.value).split(" is none of ")[1].split(", ")
+
+
+def test_the_engine_has_the_same_numbers():
+    engine = [method for method in Method if method not in (Method.AUTO, Method.XLA)]
+    names = {method.code: method.value for method in engine}
+    assert dict(enumerate(engine_names(method="?"))) == names
+    names = {variant.code: variant.value for variant in Variant}
+    assert dict(enumerate(engine_names(variant="?"))) == names
+    assert _cpu.default_splits == methods.DEFAULT_SPLITS

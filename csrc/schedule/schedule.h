@@ -18,6 +18,10 @@ namespace jax_ub {
 
 enum class Method : uint8_t { kDirect, kRingExchange, kPipeline, kBulk, kExternal };
 inline constexpr int kNumMethods = 5;
+// Number of splits of a chunk, if the call does not specify it: four, as in Transformer
+// Engine's pipelined reduce-scatter. The communication of three splits is hidden behind
+// GEMMs.
+inline constexpr int kDefaultSplits = 4;
 
 std::string_view MethodName(Method method);
 

@@ -77,7 +77,7 @@ def has_pairs(num_ranks: int) -> bool:
 
 # Default of `num_splits`, the number of parts into which method "pipeline" splits a
 # rank's chunk. All-gathers on GPUs do not split chunks by default. The value must equal
-# `DefaultSplits` in csrc/engine/*/*_device.h.
+# `kDefaultSplits` in csrc/schedule/schedule.h.
 DEFAULT_SPLITS = 4
 
 # Maps methods to their numbers in FFI attributes, which must equal the numbers of

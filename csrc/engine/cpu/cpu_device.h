@@ -23,8 +23,7 @@ class CpuDevice : public Device {
                      const RankCall& call) const override {
     return DType::kF32;
   }
-  // With four splits, the communication of three splits is hidden behind GEMMs.
-  int DefaultSplits(CollectiveKind collective) const override { return 4; }
+  int DefaultSplits(CollectiveKind collective) const override { return kDefaultSplits; }
 
   Tensor Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) override;
 

@@ -53,12 +53,10 @@ class CudaDevice : public Device {
     return call.results[0].dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
   }
 
-  // Returns the number of splits of a chunk if the call does not specify it. Gathers
-  // have one split, because smaller GEMMs are slower, which costs more time than the
-  // additional overlap saves. Reductions have four splits, as in Transformer Engine's
-  // pipelined reduce-scatter.
+  // Gathers have one split, because smaller GEMMs are slower, which costs more time
+  // than the additional overlap saves.
   int DefaultSplits(CollectiveKind collective) const override {
-    return IsGather(collective) ? 1 : 4;
+    return IsGather(collective) ? 1 : kDefaultSplits;
   }
 };
 
