@@ -103,15 +103,15 @@ class ThreadPool::ScratchLoan {
 
 std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
                                      int num_begun,
-                                     int num_runs) noexcept {
-  if (num_begun == num_runs) return failure;
+                                     int num_tasks) noexcept {
+  if (num_begun == num_tasks) return failure;
   try {
     try {
       std::rethrow_exception(failure);
     } catch (const DeadlineError& error) {
       return std::make_exception_ptr(DeadlineError(
           std::string(error.what()) + " Only " + std::to_string(num_begun) + " of " +
-          std::to_string(num_runs) + " ranks found a thread" + kIsLimitReached));
+          std::to_string(num_tasks) + " ranks found a thread" + kIsLimitReached));
     }
   } catch (...) {
     return failure;
@@ -133,7 +133,7 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
 // needs one thread. Each job can use as many threads as may still join it. Requires
 // `mutex_`.
 int64_t ThreadPool::NumWanted() const {
-  int64_t wanted = runs_.size();
+  int64_t wanted = tasks_.size();
   int64_t places = num_workers() - num_in_jobs_;
   jobs_.Find([&](const ParallelJob& job) {
     // A job without units still needs one worker, which calls ParallelJob::Finish.
@@ -219,20 +219,20 @@ void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
   }
 }
 
-void ThreadPool::SubmitBlocking(Queue<BlockingTask> runs) noexcept {
+void ThreadPool::SubmitBlocking(Queue<BlockingTask> tasks) noexcept {
   std::unique_lock lock(mutex_);
-  runs_.Append(std::move(runs));
+  tasks_.Append(std::move(tasks));
   WakeWorkers(lock);
 }
 
-void ThreadPool::SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept {
-  Queue<BlockingTask> runs;
-  runs.Push(std::move(run));
-  SubmitBlocking(std::move(runs));
+void ThreadPool::SubmitBlocking(std::shared_ptr<BlockingTask> task) noexcept {
+  Queue<BlockingTask> tasks;
+  tasks.Push(std::move(task));
+  SubmitBlocking(std::move(tasks));
 }
 
-void ThreadPool::SubmitBlocking(std::function<void()> run) {
-  SubmitBlocking(std::make_shared<Closure>(std::move(run)));
+void ThreadPool::SubmitBlocking(std::function<void()> task) {
+  SubmitBlocking(std::make_shared<Closure>(std::move(task)));
 }
 
 void ThreadPool::Participate(std::shared_ptr<ParallelJob> job) noexcept {
@@ -335,7 +335,7 @@ std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
   });
 }
 
-bool ThreadPool::HasWork() const { return !runs_.empty() || FindJob() != nullptr; }
+bool ThreadPool::HasWork() const { return !tasks_.empty() || FindJob() != nullptr; }
 
 // Polls briefly for work, then sleeps. `lock` is held on entry and exit. Only one
 // thread polls at a time, because more polling threads would take cores from the
@@ -372,11 +372,11 @@ void ThreadPool::Loop() noexcept {
   --num_waking_;
   for (;;) {
     WaitForWork(lock, worker);
-    if (!runs_.empty()) {
-      const std::shared_ptr<BlockingTask> run = runs_.Pop();
+    if (!tasks_.empty()) {
+      const std::shared_ptr<BlockingTask> task = tasks_.Pop();
       RunLeftoverJobs(lock);  // this thread may block for a long time
       core_affinity_.Release(worker.thread);
-      run->Execute();
+      task->Execute();
     } else if (const std::shared_ptr<ParallelJob> job = FindJob()) {
       RunJob(lock, job, scratch, &worker.thread);
     } else {

@@ -3,10 +3,10 @@
 // A job (ParallelJob) consists of independent units of pure computation, which never
 // block. At most num_workers() threads run units at a time, for any number of ranks.
 //
-// A run (BlockingTask) may block, such as a rank's schedule or the continuation of an
-// XLA program. It never queues behind another run: the pool starts a thread for it, up
-// to the system's limit. At that limit, jobs still complete, because a thread that
-// cannot wake another thread completes the queued jobs before it blocks.
+// A BlockingTask may block, such as a rank's schedule or the continuation of an XLA
+// program. It never queues behind another one: the pool starts a thread for it, up to
+// the system's limit. At that limit, jobs still complete, because a thread that cannot
+// wake another thread completes the queued jobs before it blocks.
 //
 // Waking a thread takes as long as tens of microseconds of work. Therefore a thread
 // wakes at most two other threads and then starts its first unit. Each of these threads
@@ -92,11 +92,11 @@ class ParallelJob : public Queued<ParallelJob> {
 };
 
 // Returns `failure`, the error of a call whose tasks wait for each other. If the error
-// is a DeadlineError, and fewer than `num_runs` tasks had a thread, the message says
+// is a DeadlineError, and fewer than `num_tasks` tasks had a thread, the message says
 // that only `num_begun` tasks had one.
 std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
                                      int num_begun,
-                                     int num_runs) noexcept;
+                                     int num_tasks) noexcept;
 
 class ThreadPool {
  public:
@@ -107,9 +107,9 @@ class ThreadPool {
 
   // Queues tasks that may block, and wakes or starts threads for them. The tasks start
   // in the order of the queue.
-  void SubmitBlocking(Queue<BlockingTask> runs) noexcept;
-  void SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept;
-  void SubmitBlocking(std::function<void()> run);  // throws std::bad_alloc
+  void SubmitBlocking(Queue<BlockingTask> tasks) noexcept;
+  void SubmitBlocking(std::shared_ptr<BlockingTask> task) noexcept;
+  void SubmitBlocking(std::function<void()> task);  // throws std::bad_alloc
 
   // Queues the job, and wakes workers. Unless num_workers() threads already compute,
   // the calling thread also runs units. Returns when no unit is left to begin, but
@@ -171,7 +171,7 @@ class ThreadPool {
   int64_t NumWanted() const;
   std::shared_ptr<ParallelJob> FindJob() const;
   bool HasWork() const;
-  void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& member) noexcept;
+  void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& worker) noexcept;
 
   // The signal mask of the thread that creates the pool. All threads of the pool get
   // this mask.
@@ -183,7 +183,7 @@ class ThreadPool {
 
   // Guards the members below. No system call is made while it is held.
   mutable std::mutex mutex_;
-  Queue<BlockingTask> runs_;
+  Queue<BlockingTask> tasks_;
   Queue<ParallelJob> jobs_;
   // The idle threads. Each idle thread is in exactly one of the next three members.
   Worker* spinning_ = nullptr;  // polls the queues; needs no wake-up

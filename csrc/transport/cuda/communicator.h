@@ -87,7 +87,8 @@ class CudaCommunicator {
   // descriptors), "fabric" (fabric handles) or "ipc" (CUDA IPC).
   const std::string& sharing_mode() const { return heaps_.sharing_mode(); }
   // Returns the features that this group does not use, with the reasons. These are the
-  // sharing modes that are preferred to sharing_mode(), and multicast if it was requested.
+  // sharing modes that are preferred to sharing_mode(), and multicast if it was
+  // requested.
   const std::vector<SharingFallback>& fallbacks() const { return heaps_.fallbacks(); }
   // Returns whether the slots have a multicast address. All ranks get the same answer.
   bool has_multicast() const { return heaps_.multicast() != 0; }

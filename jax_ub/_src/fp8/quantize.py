@@ -140,7 +140,7 @@ def quantize_layer(
     state: Mapping[str, jax.Array],
     *,
     rhs_transposed: bool,
-    shards: KernelShards | None = None,
+    shards: KernelShards | None,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Quantizes a layer's kernels, if any, and its activations unless already FP8.
 

@@ -241,7 +241,7 @@ class ShardingLayout(PickledMeshes):
         )
 
     def with_fsdp_of(
-        self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
+        self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int
     ) -> "ShardingLayout":
         """Returns a copy with the FSDP axes in the partition spec of a kernel.
 
@@ -397,7 +397,7 @@ class ShardingLayout(PickledMeshes):
             f"tokens, {expected}], or make the layer for {list(found)}."
         )
 
-    def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
+    def check_kernel_spec(self, spec: Sequence | None, num_in: int) -> None:
         """Raises an error if `axis_name` shards the wrong dimension of the kernel.
 
         A "column" parallel layer needs the output dimension, a "row" parallel layer the
