@@ -107,15 +107,15 @@ def quantize(
     checks.check_rank(_OP, "x", x, 2 if role == KERNEL else 1)
     checks.check_float(_OP, x=x)
     checks.check_not_empty(_OP, "x", x)
-    ranks = ranks_of(_OP, axis_name)
+    execution = execution_over(_OP, axis_name)
     state = claim_state(_OP, state, (role,))
     state = check_state(_OP, recipe, state, argument="state")
     if isinstance(recipe, DelayedScaling):
-        return _delayed_arrays(ranks, recipe, role, (x,), state)[0]
-    return _quantized(ranks, recipe, role, x)
+        return _delayed_arrays(execution, recipe, role, (x,), state)[0]
+    return _quantized(execution, recipe, role, x)
 
 
-def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
+def execution_over(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
     """Returns an `Execution` for the ranks along `axis_name`, which share an FP8 scale.
 
     The axes may also be axes of `jax.vmap`. If `axis_name` is None, each rank has its
@@ -133,7 +133,7 @@ def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
 
 
 def quantize_layer(
-    ranks: Execution,
+    execution: Execution,
     recipe: Recipe,
     x: Any,
     ws: tuple[jax.Array, ...],
@@ -144,7 +144,7 @@ def quantize_layer(
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Quantizes a layer's kernels, if any, and its activations unless already FP8.
 
-    All `ranks` have the same scale per tensor. For current scaling, one
+    All ranks of `execution` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
     as if they were the fused kernel of a Transformer Engine layer. Shards of a kernel
     get the scales of the whole kernel. MXFP8 shards must consist of whole blocks.
@@ -154,27 +154,31 @@ def quantize_layer(
         return x, ()
     axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
-        qs = _delayed_arrays(ranks, recipe, INPUT, xs, state)
-        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
+        qs = _delayed_arrays(execution, recipe, INPUT, xs, state)
+        return (*qs, x)[0], _delayed_arrays(execution, recipe, KERNEL, ws, state, axes)
     if not isinstance(recipe, Float8CurrentScaling):
         role, contracted = (INPUT, 1) if rhs_transposed else (KERNEL, 0)
         if shards is not None and shards.dim != contracted:
             axes = ()
-        qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
-        return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w, axes) for w in ws)
-    maxima = [_maximum_over(axes, _amax_of_all(ranks, ws))] if ws else []
+        qs = tuple(_quantized(execution, recipe, INPUT, x) for x in xs)
+        return (*qs, x)[0], tuple(
+            _quantized(execution, recipe, role, w, axes) for w in ws
+        )
+    maxima = [_maximum_over(axes, _amax_of_all(execution, ws))] if ws else []
     if xs:
-        maxima.append(_amax_of_all(ranks, xs))
-    amax = _agreed_maxima(ranks, maxima)
+        maxima.append(_amax_of_all(execution, xs))
+    amax = _agreed_maxima(execution, maxima)
     if xs:
         scale_of_x = current_scale(amax[-1], recipe, INPUT)
-        x = _cast(ranks, recipe, INPUT, x, _like(scale_of_x, x))
+        x = _cast(execution, recipe, INPUT, x, _like(scale_of_x, x))
     scale_of_ws = current_scale(amax[0], recipe, KERNEL)
-    return x, tuple(_cast(ranks, recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
+    return x, tuple(
+        _cast(execution, recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws
+    )
 
 
 def quantize_arrays(
-    ranks: Execution,
+    execution: Execution,
     recipe: Recipe,
     role: str,
     xs: tuple[jax.Array, ...],
@@ -190,43 +194,45 @@ def quantize_arrays(
     if isinstance(recipe, DelayedScaling):
         names = names_of(role)
         old = tuple(state[key] for key in names)
-        (values, scale), saved = _delayed(ranks, recipe, role, (), xs, *old)
+        (values, scale), saved = _delayed(execution, recipe, role, (), xs, *old)
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
-        return arrays, dict(zip(names, _new_state(ranks.label, *saved), strict=True))
+        return arrays, dict(
+            zip(names, _new_state(execution.label, *saved), strict=True)
+        )
     if isinstance(recipe, Float8CurrentScaling):
-        amax = _agreed(ranks, _amax_of_all(ranks, xs))
+        amax = _agreed(execution, _amax_of_all(execution, xs))
         scale = current_scale(amax, recipe, role).reshape(())
         scales = [scale] * len(xs)
     else:
-        scales = [_scales(ranks, recipe, role, x) for x in xs]
+        scales = [_scales(execution, recipe, role, x) for x in xs]
     dtype = recipe.fp8_format.dtype(role)
     pairs = zip(xs, scales, strict=True)
-    return tuple(ScaledArray(cast(ranks, x, s, dtype), s) for x, s in pairs), None
+    return tuple(ScaledArray(cast(execution, x, s, dtype), s) for x, s in pairs), None
 
 
 def _like(scale, x):
     return scale.reshape((1,) * x.ndim)
 
 
-def _quantized(ranks, recipe, role, x, axes=(), contracted=None):
-    scales = _scales(ranks, recipe, role, x, axes, contracted)
-    return _cast(ranks, recipe, role, x, scales)
+def _quantized(execution, recipe, role, x, axes=(), contracted=None):
+    scales = _scales(execution, recipe, role, x, axes, contracted)
+    return _cast(execution, recipe, role, x, scales)
 
 
-def _cast(ranks, recipe, role, x, scales):
+def _cast(execution, recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
-    return ScaledArray(cast(ranks, x, scales, dtype), scales, x)
+    return ScaledArray(cast(execution, x, scales, dtype), scales, x)
 
 
-def _amax_of_all(ranks, xs):
+def _amax_of_all(execution, xs):
     """Returns the largest absolute value in several arrays, as an f32 scalar."""
-    maxima = [amax_of(ranks, x).reshape(()) for x in xs]
+    maxima = [amax_of(execution, x).reshape(()) for x in xs]
     return functools.reduce(
         jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
     )
 
 
-def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
+def _delayed_arrays(execution, recipe, role, xs, state, axes=()):
     """Returns `ScaledArray`s with one common scale, computed from an amax history.
 
     They may be shards over the mesh axes `axes`.
@@ -235,12 +241,12 @@ def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
         return ()
     old = tuple(state[name] for name in names_of(role))
     sources = tuple(map(lax.stop_gradient, xs))
-    values, scale = _quantize_delayed(ranks, recipe, role, axes, sources, *old)
+    values, scale = _quantize_delayed(execution, recipe, role, axes, sources, *old)
     pairs = zip(values, xs, strict=True)
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
 
-def _scales(ranks, recipe, role, x, axes=(), contracted=None):
+def _scales(execution, recipe, role, x, axes=(), contracted=None):
     """Returns the FP8 scales of x, for recipes that do not use earlier steps.
 
     `axes` are the mesh axes that shard the contracted dimension of a kernel (FSDP).
@@ -255,21 +261,21 @@ def _scales(ranks, recipe, role, x, axes=(), contracted=None):
         if size % MXFP8_BLOCK:
             name = "N" if role == OUTPUT_GRAD else "K"
             raise ShapeContractError(
-                f"{ranks.label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, "
+                f"{execution.label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, "
                 f"which MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
-        return block_scales(amax_of_blocks(ranks, x, axis), dtype, recipe.margin)
+        return block_scales(amax_of_blocks(execution, x, axis), dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return row_scales(_maximum_over(axes, amax_of(ranks, x, contracted)), dtype)
-    amax = _agreed(ranks, amax_of(ranks, x))
+        return row_scales(_maximum_over(axes, amax_of(execution, x, contracted)), dtype)
+    amax = _agreed(execution, amax_of(execution, x))
     return current_scale(amax, recipe, role)
 
 
-def _agreed(ranks, amax):
+def _agreed(execution, amax):
     """Returns the elementwise maximum of `amax` over ranks that share an FP8 scale."""
-    axes = _varying_axes(ranks, amax)
-    if axes and axes == ranks.axis_name:
-        return all_reduce_max(ranks, amax)
+    axes = _varying_axes(execution, amax)
+    if axes and axes == execution.axis_name:
+        return all_reduce_max(execution, amax)
     return _maximum_over(axes, amax)
 
 
@@ -278,14 +284,16 @@ def _maximum_over(axes, amax):
     return lax.pmax(amax, axes) if axes else amax
 
 
-def _agreed_maxima(ranks, maxima):
+def _agreed_maxima(execution, maxima):
     """Computes the maxima of scalar amaxes over the ranks, in a single collective."""
-    return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
+    return _agreed(
+        execution, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima)))
+    )
 
 
-def _varying_axes(ranks, amax):
-    """Returns the mesh axes over which the amax differs, among the axes of `ranks`."""
-    axes = ranks.axis_name
+def _varying_axes(execution, amax):
+    """Returns the mesh axes over which an amax differs, among those of `execution`."""
+    axes = execution.axis_name
     if axes and vma.is_vma_checked(axes):
         # If a tensor does not vary over an axis, all ranks along this axis already have
         # the same amax.
@@ -293,27 +301,28 @@ def _varying_axes(ranks, amax):
     return axes
 
 
-def _further_axes(ranks, recipe, xs, *state):
+def _further_axes(execution, recipe, xs, *state):
     """Returns the mesh axes over which arrays vary, but not their shared FP8 state.
 
-    The axes of `ranks` are not included.
+    The axes of `execution` are not included.
     """
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
-    missing = tuple(sorted(varying.difference(ranks.axis_name)))
+    missing = tuple(sorted(varying.difference(execution.axis_name)))
     # Along an axis with one rank, the amax cannot differ.
     differs = tuple(axis for axis in missing if lax.axis_size(axis) > 1)
     if differs and not recipe.reduce_amax:
         raise ConfigurationError(
-            f"{ranks.label}: with reduce_amax = False the amax differs over {differs}, "
-            "but the state is the same there. Use reduce_amax=True, or call the op in "
-            "jax.shard_map and give each rank its own state in front of jax.grad: "
+            f"{execution.label}: with reduce_amax = False the amax differs over "
+            f"{differs}, but the state is the same there. Use reduce_amax=True, or "
+            "call the op in jax.shard_map and give each rank its own state in front of "
+            "jax.grad: "
             f"jax.lax.pcast(state, {differs}, to='varying')."
         )
     return missing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _quantize_delayed(ranks, recipe, role, axes, xs, scale, history):
+def _quantize_delayed(execution, recipe, role, axes, xs, scale, history):
     """Quantizes arrays with one scale, computed from the amaxes of earlier steps.
 
     Its `custom_vjp` returns the new scale and history as the gradients of the old ones.
@@ -321,24 +330,24 @@ def _quantize_delayed(ranks, recipe, role, axes, xs, scale, history):
     Returns:
         The values of each array, and the scale, `[1]`.
     """
-    return _delayed(ranks, recipe, role, axes, xs, scale, history)[0]
+    return _delayed(execution, recipe, role, axes, xs, scale, history)[0]
 
 
-def _delayed(ranks, recipe, role, axes, xs, scale, history):
+def _delayed(execution, recipe, role, axes, xs, scale, history):
     """Forward rule of `_quantize_delayed`. It also returns residuals.
 
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
     """
-    further = _further_axes(ranks, recipe, xs, scale, history)
+    further = _further_axes(execution, recipe, xs, scale, history)
     further += tuple(axis for axis in axes if axis not in further)
     scale = updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
-    values = tuple(cast(ranks, x, _like(scale, x), dtype) for x in xs)
-    amax = _amax_of_all(ranks, xs)
+    values = tuple(cast(execution, x, _like(scale, x), dtype) for x in xs)
+    amax = _amax_of_all(execution, xs)
     # XLA reduces the amax, not the engine. Only the next step reads the amax, so XLA
     # can combine the reductions for all tensors and layers in one collective.
-    amax = _maximum_over((*_varying_axes(ranks, amax), *further), amax)
+    amax = _maximum_over((*_varying_axes(execution, amax), *further), amax)
     return (values, scale), (scale, history, amax)
 
 
@@ -360,8 +369,8 @@ def _new_state(label, scale, history, amax):
     return scale, updated_history(history, amax.reshape(1))
 
 
-def _delayed_backward(ranks, recipe, role, axes, saved, _):
-    return None, *_new_state(ranks.label, *saved)
+def _delayed_backward(execution, recipe, role, axes, saved, _):
+    return None, *_new_state(execution.label, *saved)
 
 
 _quantize_delayed.defvjp(_delayed, _delayed_backward)
@@ -431,18 +440,20 @@ def quantize_params(
             label = f"{op}: {name}"
             contracted[i] = _contracted_dims(label, recipe, leaf.shape, answer)
     if names and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
-        ranks = ranks_of(op, axis_name)
+        execution = execution_over(op, axis_name)
         maxima = _agreed_maxima(
-            ranks, [_amax_of_all(ranks, (leaves[i],)) for i in names]
+            execution, [_amax_of_all(execution, (leaves[i],)) for i in names]
         )
         scales = current_scale(maxima, recipe, KERNEL)
         for i, scale in zip(names, scales, strict=True):
-            leaves[i] = _cast(ranks, recipe, KERNEL, leaves[i], _like(scale, leaves[i]))
+            leaves[i] = _cast(
+                execution, recipe, KERNEL, leaves[i], _like(scale, leaves[i])
+            )
     else:
         for i, name in names.items():
-            ranks = ranks_of(f"{op}: {name}", None)
+            execution = execution_over(f"{op}: {name}", None)
             leaves[i] = _quantized(
-                ranks, recipe, KERNEL, leaves[i], contracted=contracted[i]
+                execution, recipe, KERNEL, leaves[i], contracted=contracted[i]
             )
     return jax.tree.unflatten(tree, leaves)
 

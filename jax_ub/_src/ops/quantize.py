@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_ub._src import checks
-from jax_ub._src.fp8.quantize import quantize_arrays, ranks_of
+from jax_ub._src.fp8.quantize import execution_over, quantize_arrays
 from jax_ub._src.fp8.recipes import (
     INPUT,
     OUTPUT_GRAD,
@@ -139,8 +139,8 @@ class Quantize(BasicOperation):
         if quantizer is None or is_scaled(x):
             return x, state
         checks.check_not_empty(self.label, "x", x)
-        ranks = ranks_of(self.label, quantizer.axes or None)
-        (array,), new = quantize_arrays(ranks, quantizer.recipe, role, (x,), state)
+        execution = execution_over(self.label, quantizer.axes or None)
+        (array,), new = quantize_arrays(execution, quantizer.recipe, role, (x,), state)
         quantized = ScaledArray(array.values, array.scales, jax.lax.stop_gradient(x))
         return quantized, {**state, **(new or {})}
 
