@@ -18,6 +18,7 @@
 #include "gemm/gemm.h"
 #include "module_bindings.h"
 #include "platform/cgroup.h"
+#include "platform/deadline.h"
 #include "platform/error.h"
 #include "schedule/checker.h"
 #include "schedule/schedule.h"
@@ -289,6 +290,7 @@ NB_MODULE(_cpu, m) {
   // communicators when Python exits.
   nb::set_leak_warnings(false);
   m.attr("default_splits") = jax_ub::kDefaultSplits;
+  m.attr("default_timeout_s") = jax_ub::kDefaultTimeoutS;
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
   m.def("quantize_targets",

@@ -107,6 +107,7 @@ class Step:
     def num_chunks(self) -> int: ...
 
 default_splits: int
+default_timeout_s: float
 xla_ffi_api_version: tuple[int, int]
 
 def targets() -> dict[str, Stages]:

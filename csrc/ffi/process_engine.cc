@@ -6,12 +6,13 @@
 #include "engine/cpu/core_affinity.h"
 #include "ffi/handlers.h"
 #include "platform/cgroup.h"
+#include "platform/deadline.h"
 
 namespace jax_ub {
 
 namespace {
 
-constexpr Timeouts kTimeouts = {.call_s = 120, .first_call_s = 600};
+constexpr Timeouts kTimeouts = {.call_s = kDefaultTimeoutS, .first_call_s = 600};
 
 std::atomic<Engine*> engine{nullptr};
 std::mutex creation;

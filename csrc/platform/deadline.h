@@ -6,6 +6,9 @@
 
 namespace jax_ub {
 
+// How long a rank waits for its peers by default.
+inline constexpr double kDefaultTimeoutS = 120;
+
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from jax_ub import _cpu
 from jax_ub._src.runtime import settings
 from jax_ub.errors import ConfigurationError
 
@@ -12,7 +13,7 @@ def test_no_variable_is_set_by_default(monkeypatch):
     for name in ("METHOD", "TIMEOUT_S", "NUM_THREADS", "ISA"):
         monkeypatch.delenv(f"JAX_UB_{name}", raising=False)
     assert settings.method() is None
-    assert settings.timeout_s() == 120
+    assert settings.timeout_s() == 120 == _cpu.default_timeout_s
     assert settings.num_threads() is None
     assert settings.isa() is None
 

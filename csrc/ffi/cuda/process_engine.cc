@@ -4,6 +4,7 @@
 
 #include "ffi/cuda/handlers.h"
 #include "platform/cuda/driver.h"
+#include "platform/deadline.h"
 
 namespace jax_ub {
 
@@ -13,7 +14,7 @@ namespace {
 // never destroyed, because the CUDA driver may shut down before the destructors run.
 std::mutex creation;  // guards the variables below, except `engine`
 std::vector<std::string> library_paths;
-double timeout_of_waits_s = 120;
+double timeout_of_waits_s = kDefaultTimeoutS;
 bool wants_nvls = false;
 const CublasLt* library = nullptr;
 CudaEngine* own = nullptr;

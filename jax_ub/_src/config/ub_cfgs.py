@@ -42,17 +42,17 @@ from jax_ub._src.parallel import (
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
-_FUSED = tuple(method for method in Method if method is not Method.BULK)
+_NOT_BULK = tuple(method for method in Method if method is not Method.BULK)
 # Maps (pass, collective) to (default method, valid methods). The collective is an
 # all-gather or a reduce-scatter. Where Transformer Engine uses method "bulk", the
 # default is "bulk" instead.
 _METHODS = {
-    (FPROP, _AG): (Method.RING_EXCHANGE, _FUSED),
-    (FPROP, _RS): (Method.PIPELINE, _FUSED),
+    (FPROP, _AG): (Method.RING_EXCHANGE, _NOT_BULK),
+    (FPROP, _RS): (Method.PIPELINE, _NOT_BULK),
     # Method "bulk" all-gathers x during the dgrad GEMM. The other methods all-gather
     # dy, an operand of the dgrad GEMM.
     (DGRAD, _AG): (Method.RING_EXCHANGE, tuple(Method)),
-    (DGRAD, _RS): (Method.PIPELINE, _FUSED),
+    (DGRAD, _RS): (Method.PIPELINE, _NOT_BULK),
     # This all-gather collects the operand of a wgrad GEMM. Method "direct" reads the
     # peers' shards within the GEMM. Method "external" all-gathers the shards before the
     # GEMM.
@@ -125,7 +125,7 @@ _ONLY = {
 _READ_BY = {
     **_ONLY,
     "use_ce": ((Method.RING_EXCHANGE,), (_AG, _RS)),
-    "fp8_buf": (_FUSED, (_RS,)),
+    "fp8_buf": (_NOT_BULK, (_RS,)),
 }
 # Settings that select method "auto" for all forward passes and dgrads, but not for
 # wgrads. With "auto", the dgrad of a column-parallel layer reduce-scatters dx, so the

@@ -33,14 +33,15 @@ def cases(
     if num_ranks > 1:
         for op in (*OVERLAPPED, COLUMN_GRADIENTS):
             is_row = op in OVERLAPPED and OVERLAPPED[op].parallel == ROW
-            sizes = shape.sizes("MNK" if is_row else "MKN")
-            yield TunedKey(op, num_ranks, *sizes, dtype)
+            M, K, N = shape.sizes("MNK" if is_row else "MKN")
+            yield TunedKey(op, num_ranks, M, K, N, dtype)
     if is_cuda:
         local_N = shape.N // num_ranks
         column = Shape(shape.M, shape.K, local_N)
         for layer, op in itertools.product((column, column.row), LOCAL_OPS):
-            sizes = {"nn": "MKN", "nt": "MNK", "tn": "KMN"}[_LOCAL[op][0]]
-            yield TunedKey(op, 1, *layer.sizes(sizes), dtype)
+            layout, _ = _LOCAL[op]
+            M, K, N = layer.sizes({"nn": "MKN", "nt": "MNK", "tn": "KMN"}[layout])
+            yield TunedKey(op, 1, M, K, N, dtype)
 
 
 def dgrad_of(case: TunedKey) -> TunedKey:
