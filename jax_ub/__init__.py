@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jax_ub._src.fp8.quantize import quantize
     from jax_ub._src.lowering_log import fallbacks
     from jax_ub._src.methods import Method
+    from jax_ub._src.primitives.collectives import export_safety_checks
     from jax_ub._src.retrofit.dot_general import dot_general
     from jax_ub._src.retrofit.nnx_overlap import overlap, overlapped
     from jax_ub._src.rules.linear import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from jax_ub._src.rules.local_ops import all_reduce, dgrad_add, wgrad_accumulate
-    from jax_ub._src.runtime.backend import export_safety_checks, register_targets
+    from jax_ub._src.runtime.backend import register_targets
     from jax_ub._src.runtime.communicators import check_communicators
     from jax_ub._src.runtime.initialize import (
         destroy_ub,
@@ -97,6 +98,7 @@ _DEFINITIONS = {
     "fp8.quantize": ("quantize",),
     "lowering_log": ("fallbacks",),
     "methods": ("Method",),
+    "primitives.collectives": ("export_safety_checks",),
     "retrofit.dot_general": ("dot_general",),
     "retrofit.nnx_overlap": ("overlap", "overlapped"),
     "rules.linear": (
@@ -106,7 +108,7 @@ _DEFINITIONS = {
         "matmul_reduce_scatter",
     ),
     "rules.local_ops": ("all_reduce", "dgrad_add", "wgrad_accumulate"),
-    "runtime.backend": ("export_safety_checks", "register_targets"),
+    "runtime.backend": ("register_targets",),
     "runtime.communicators": ("check_communicators",),
     "runtime.initialize": (
         "destroy_ub",

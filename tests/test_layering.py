@@ -289,7 +289,7 @@ def test_every_room_has_a_noun_of_its_own():
 
 def test_every_target_has_its_primitive_and_its_test():
     text = "".join(p.read_text() for p in (SRC / "primitives").glob("*.py"))
-    targets = re.findall(r'target = "jax_ub\$(\w+)"', text)
+    targets = re.findall(r'^    op = "(\w+)"', text, re.M)
     assert targets
     for target in targets:
         assert (ROOT / f"tests/primitives/test_{target}.py").exists()

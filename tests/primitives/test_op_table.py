@@ -19,8 +19,8 @@ def all_calls():
     while pending:
         cls = pending.pop()
         pending += cls.__subclasses__()
-        if "target" in vars(cls):
-            found[cls.target.removeprefix("jax_ub$")] = cls
+        if "op" in vars(cls):
+            found[cls.op] = cls
     return found
 
 

@@ -14,7 +14,8 @@ import pytest
 from jax.export import DisabledSafetyCheck
 
 import jax_ub
-from jax_ub._src.runtime import backend, cpu_engine, cuda_engine
+from jax_ub._src.primitives.collectives import export_safety_checks
+from jax_ub._src.runtime import cpu_engine, cuda_engine
 from jax_ub.errors import ConfigurationError
 
 
@@ -175,4 +176,4 @@ def test_the_engine_has_the_cpu_devices_for_any_default_backend(monkeypatch, pla
 
 def test_export_disables_the_checks_of_every_target():
     wanted = {DisabledSafetyCheck.custom_call(t) for t in cpu_engine.load().targets()}
-    assert set(backend.export_safety_checks) == wanted
+    assert set(export_safety_checks) == wanted

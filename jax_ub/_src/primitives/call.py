@@ -35,8 +35,6 @@ from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.runtime.tuned_file import TunedKey, TunedTable
 from jax_ub._src.scaled_array import values_of
 
-_TARGET = "jax_ub$"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
@@ -83,11 +81,13 @@ class Execution:
 class Call:
     """Base class of ops. An op with its options is the parameter of a JAX primitive.
 
-    A subclass sets `target`, adds the target's options as fields, and defines the
-    shapes of the results and their reference implementation in plain `jax.lax`.
+    A subclass sets `op`, adds the op's options as fields, and defines the shapes of the
+    results and their reference implementation in plain `jax.lax`.
     """
 
-    target: ClassVar[str]
+    # The op's name, such as "matmul". The FFI target and the primitive are named
+    # "jax_ub$matmul".
+    op: ClassVar[str]
     primitive: ClassVar[Primitive]
     # Whether the collective of the call is an all-gather. Other collectives sum over
     # the ranks.
@@ -120,13 +120,8 @@ class Call:
     has_row_scales: bool = False
 
     def __init_subclass__(cls):
-        if "target" in vars(cls):
-            cls.primitive = _make_primitive(cls.target)
-
-    @property
-    def op(self) -> str:
-        """Returns the op's name, such as "matmul": its FFI target without prefix."""
-        return self.target.removeprefix(_TARGET)
+        if "op" in vars(cls):
+            cls.primitive = _make_primitive(f"jax_ub${cls.op}")
 
     @property
     def label(self) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jax_ub._src import reference
 from jax_ub._src.methods import Method, MethodChoice
@@ -24,7 +24,7 @@ from jax_ub._src.primitives.scales import (
 class AllGather(Call):
     """All-gathers the rows of x over P ranks: [..., m, K] -> [..., P*m, K]."""
 
-    target = "jax_ub$all_gather"
+    op = "all_gather"
     gathers = True
     communicates_only = True
 
@@ -93,7 +93,7 @@ class ReduceScatter(Call):
     Sums are computed in f32, in rank order, and rounded once.
     """
 
-    target = "jax_ub$reduce_scatter"
+    op = "reduce_scatter"
     communicates_only = True
 
     out_dtype: np.dtype
@@ -124,7 +124,7 @@ class AllReduce(Call):
     f32, x in rank order. Bias and residual are the same on every rank.
     """
 
-    target = "jax_ub$all_reduce"
+    op = "all_reduce"
     communicates_only = True
     replicates = True
     option_names = ("has_bias", "has_residual")
@@ -229,7 +229,7 @@ class BulkAllGather(Bulk):
     dx, then the gathered tensor.
     """
 
-    target = "jax_ub$bulk_all_gather"
+    op = "bulk_all_gather"
     gemm: Matmul
 
     @property
@@ -288,7 +288,7 @@ class BulkReduceScatter(Bulk):
     the other tensor. Results: all dw_i, then this rank's rows of the sum.
     """
 
-    target = "jax_ub$bulk_reduce_scatter"
+    op = "bulk_reduce_scatter"
     contracts_rows = True
     gemm: Wgrad
 
@@ -347,3 +347,16 @@ def bulk_reduce_scatter(
 
     *dws, scattered = with_f32_factors(run, x, dys, main_grads, dw_dtype)
     return tuple(dws), scattered
+
+
+def _names_of_primitives(kind):
+    own = [kind.primitive.name] if "op" in vars(kind) else []
+    return sum(map(_names_of_primitives, kind.__subclasses__()), own)
+
+
+# Value for the argument `disabled_checks` of jax.export.export, which by default
+# rejects custom calls that JAX does not know to be stable. A process that only loads an
+# exported or compiled program must call ub.register_targets() first.
+export_safety_checks = tuple(
+    map(export.DisabledSafetyCheck.custom_call, sorted(_names_of_primitives(Call)))
+)

@@ -232,7 +232,7 @@ def _lower_to_reference(ctx, operands, call, reason):
 def _emit(ctx, operands, call, attributes, *, has_side_effect):
     """Emits the custom call. Exported programs also pass XLA's partition id to it."""
     rule = jax.ffi.ffi_lowering(
-        call.target,
+        call.primitive.name,
         has_side_effect=has_side_effect,
         operand_output_aliases=call.aliases(call.split(ctx.avals_in)[0]),
     )

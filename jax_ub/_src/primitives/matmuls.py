@@ -88,7 +88,7 @@ class SummedMatmul(Call):
 class Matmul(SummedMatmul):
     """Computes scale * sum_i x_i w_i + bias + residual, without communication."""
 
-    target = "jax_ub$matmul"
+    op = "matmul"
 
     def aliases(self, operands):
         if not self.has_residual:
@@ -114,7 +114,7 @@ class MatmulReduceScatter(SummedMatmul):
     Bias and residual are added to this rank's rows, [..., m, N].
     """
 
-    target = "jax_ub$matmul_reduce_scatter"
+    op = "matmul_reduce_scatter"
 
     def shapes(self, *operands):
         return [(self.scattered_shape(self.communicated(*operands)), self.out_dtype)]
@@ -130,7 +130,7 @@ class MatmulAllReduce(SummedMatmul):
     the same on every rank.
     """
 
-    target = "jax_ub$matmul_all_reduce"
+    op = "matmul_all_reduce"
     replicates = True
 
     def reduce(self, partial):
@@ -191,7 +191,7 @@ class AllGatherMatmul(Call):
     Results: all y_i, then the gathered x and its scales of rows if `return_gathered`.
     """
 
-    target = "jax_ub$all_gather_matmul"
+    op = "all_gather_matmul"
     gathers = True
     option_names = (
         "num_kernels",
@@ -333,7 +333,7 @@ class Wgrad(Call):
     "dy", each rank has only its rows of that operand, and the call all-gathers them.
     """
 
-    target = "jax_ub$wgrad"
+    op = "wgrad"
     gathers = True
     contracts_rows = True
     option_names = ("num_outputs", "accumulate", "scale")

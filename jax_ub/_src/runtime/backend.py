@@ -3,35 +3,12 @@
 import contextlib
 
 import jax
-from jax import export
 
 # This import registers `ScaledArray` with JAX, so that programs that take or return a
 # `ScaledArray` can be deserialized.
 from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
-
-# The names of all ops. The engine has the same list, but reading it would load the
-# engine. `import jax_ub` must not load the engine, so that `python -m jax_ub doctor`
-# can report a missing engine.
-_TARGETS = (
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "bulk_all_gather",
-    "bulk_reduce_scatter",
-    "matmul",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
-    "wgrad",
-)
-# Value for the argument `disabled_checks` of jax.export.export, which by default
-# rejects custom calls that JAX does not know to be stable. A process that only loads an
-# exported or compiled program must call ub.register_targets() first.
-export_safety_checks = tuple(
-    export.DisabledSafetyCheck.custom_call(f"jax_ub${target}") for target in _TARGETS
-)
 
 
 def register_targets() -> None:
