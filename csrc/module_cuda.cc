@@ -24,6 +24,7 @@
 #include "platform/cuda/driver.h"
 #include "platform/error.h"
 #include "transport/cuda/communicator.h"
+#include "transport/cuda/flag_params.h"
 
 namespace nb = nanobind;
 
@@ -339,6 +340,7 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("major"));
   m.attr("fp8_multiple") = jax_ub::kFp8Multiple;
+  m.attr("max_ranks") = jax_ub::kMaxRanks;
   m.def("why_no_fp8", &WhyNoFp8, nb::arg("compute_capability"), nb::arg("scaled_unit"),
         nb::arg("cublaslt_version"));
   m.def(

@@ -69,6 +69,7 @@ def may_corrupt_concurrent_gemms(major: int) -> bool:
     """
 
 fp8_multiple: int  # all sizes of an FP8 GEMM are multiples of it
+max_ranks: int  # of a group
 
 def why_no_fp8(
     compute_capability: tuple[int, int], scaled_unit: str, cublaslt_version: int

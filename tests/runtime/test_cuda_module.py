@@ -126,6 +126,10 @@ def test_the_cuda_handlers_have_one_more_stage_than_the_cpus():
     assert tuple(native.xla_ffi_api_version) == cpu_engine.load().xla_ffi_api_version
 
 
+def test_the_largest_group_is_that_of_the_engine():
+    assert native.max_ranks == cuda_engine.MOST_RANKS
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
 def test_an_invalid_timeout_is_rejected(timeout_s):
     with pytest.raises(ValueError, match="expected more than 0"):
