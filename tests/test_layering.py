@@ -282,7 +282,7 @@ def test_no_file_is_longer_than_500_lines():
     assert not long
 
 
-def test_every_room_has_a_noun_of_its_own():
+def test_no_module_has_a_vague_name():
     vague = {"utils", "util", "common", "helpers", "misc", "base", "manager", "data"}
     assert not [str(path) for path in sources() if path.stem in vague]
 

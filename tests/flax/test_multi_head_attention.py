@@ -246,7 +246,7 @@ class TestDropout:
             assert_trees_close(run(model, x), expected)
 
     @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
-    def test_ranks_drop_weights_of_their_own(self, types):
+    def test_ranks_have_different_dropout_masks(self, types):
         # With equal tokens and heads, results differ only by their dropout masks.
         q, v = (np.full((2, 8, 4, 4), value, "float32") for value in (0, 1))
         mesh = mesh_of(2, 2, types)
@@ -259,7 +259,7 @@ class TestDropout:
             assert_equal(own[0], own[1])
         assert len(np.unique(heads[:, 0], axis=0)) == 4
 
-    def test_an_attention_fn_is_told_what_to_drop(self):
+    def test_an_attention_fn_gets_the_dropout_arguments(self):
         seen = {}
 
         def attend(q, k, v, **options):

@@ -104,7 +104,7 @@ def test_an_amax_of_any_history_that_is_no_number_keeps_the_scale(length, amax):
     assert float(quantized.scales[0, 0]) == 1.0
 
 
-def test_gradients_have_a_state_and_a_format_of_their_own():
+def test_gradients_have_a_separate_state_and_format():
     recipe = FP8.DelayedScaling(amax_history_len=2)
     scales, state = run_steps(recipe, [4.0, 4.0], role="output_grad")
     assert scales[1] == float(np.float32(1) / (np.float32(57344) / np.float32(4.0)))

@@ -75,7 +75,7 @@ def test_a_call_has_no_side_effects(engine):
     assert "has_side_effect = true" not in call
 
 
-def test_whoever_asks_hears_how_a_call_runs_that_nobody_chose(engine):
+def test_auto_is_recorded_as_the_method_that_runs(engine):
     with recording() as lowered:
         cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8))
         cuda_text(row(tp_mesh(4)), shape(8, 8), shape(8, 6))
@@ -149,7 +149,7 @@ def test_few_tokens_are_summed_in_one_exchange(engine, num_ranks):
     assert variant(all_reduced(num_ranks, most + 1)) is Variant.PLAIN
 
 
-def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
+def test_only_a_method_that_is_not_explicit_sums_in_one_exchange(engine):
     operands = shape(8, 6), shape(6, 8)
     reduce = ub.matmul_all_reduce
     assert variant(cuda_text(row(tp_mesh(2), reduce), *operands)) is Variant.ONE_SHOT
@@ -176,7 +176,7 @@ def summed(tokens, choice, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16):
     return cuda_variant(call, [x] * num_pairs + [w] * num_pairs)
 
 
-def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
+def test_f32_partial_sums_and_results_halve_the_limit_of_tokens():
     most = ONE_SHOT_BYTES // (7 * 2048)
     auto = MethodChoice(Method.AUTO)
     for wider, tokens in (
@@ -188,7 +188,7 @@ def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
         assert summed(tokens + 1, auto, **wider) is Variant.PLAIN
 
 
-def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
+def test_a_tuned_one_shot_is_kept_if_every_heap_is_large_enough():
     one_shot = KernelOptions(variant=Variant.ONE_SHOT)
     tuned = MethodChoice(Method.RING_EXCHANGE, kernel_options=one_shot)
     # A tuned one-shot exchange may have any number of tokens if the slots need at most
@@ -201,7 +201,7 @@ def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
     assert summed(8, MethodChoice(Method.RING_EXCHANGE)) is Variant.PLAIN
 
 
-def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
+def test_a_separate_collective_runs_by_its_method_or_is_rejected(engine):
     def run(method):
         def function(x):
             return all_gather(execution(method, 2), x)
@@ -382,7 +382,7 @@ def test_direct_is_refused(engine):
 
 
 @pytest.mark.parametrize("aggregate", [False, True])
-def test_aggregation_is_told_on_both_platforms(engine, aggregate):
+def test_aggregation_is_an_attribute_on_both_platforms(engine, aggregate):
     mesh = tp_mesh(2)
     entry = {"method": "ring_exchange", "aggregate": aggregate}
     ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs={"qkv_fprop": entry})
@@ -435,7 +435,7 @@ def test_a_mesh_without_devices_is_a_reason(engine):
     assert "abstract mesh" in ub.fallbacks()[-1].reason
 
 
-def test_the_cpu_is_told_nothing_of_it():
+def test_calls_on_cpus_have_no_options_of_gpus():
     text = column(tp_mesh(2)).lower(jnp.ones((8, 6)), jnp.ones((6, 8))).as_text()
     (_, call), *_ = custom_calls(text)
     assert "use_ce" not in call
@@ -449,7 +449,7 @@ def test_a_tuning_is_hashable_by_every_field():
         assert hash(other) != hash(KernelOptions())
 
 
-def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
+def test_the_wgrad_reads_what_the_dgrad_gathered_if_gpus_are_the_default(
     engine, monkeypatch
 ):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)

@@ -66,7 +66,7 @@ def latencies(text):
     return [int(ns) for ns in re.findall(r'latency_metadata = "(\d+)"', text)]
 
 
-def test_xla_is_told_the_predicted_time(gpus):
+def test_the_predicted_time_is_passed_to_xla(gpus):
     sizes = (MANY, 8192, 10240, 8, "bfloat16", HARDWARE["h100"])
     found = estimate("all_gather_matmul", AUTO, *sizes)
     assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
@@ -90,7 +90,7 @@ def pipelined(num_splits):
     return run, operands, estimate("all_gather_matmul", choice, *sizes).seconds
 
 
-def test_xla_is_told_the_time_of_the_splits_of_a_call(gpus):
+def test_the_predicted_time_includes_the_splits_of_a_call(gpus):
     for num_splits in (1, 4):
         run, operands, seconds = pipelined(num_splits)
         assert latencies(cuda_text(run, *operands)) == [round(1e9 * seconds)]

@@ -186,7 +186,7 @@ def test_an_all_gather_sends_one_byte_per_element(recipe):
     assert "f32[" not in gather
 
 
-def test_the_gradient_of_a_reduce_scatter_travels_as_fp8():
+def test_the_gradient_of_a_reduce_scatter_is_sent_as_fp8():
     layer = linear(None, 64, 32, CURRENT, use_bias=False)
     scatter = ops.ReduceScatter()
     plain = ops.Sequential(layer, scatter)

@@ -161,7 +161,7 @@ def test_kernels_in_a_tuple_share_one_gather(method):
 
 
 @covering(method=METHODS, pair=[False, True])
-def test_kernels_that_lie_transposed_are_read_where_they_lie(method, pair):
+def test_transposed_kernels_are_read_in_place(method, pair):
     mesh = tp_mesh(4)
     options = by_method(method, mesh)
 

@@ -34,7 +34,7 @@ def backward_of_column(monkeypatch, num_kernels, **options):
 
 
 @pytest.mark.parametrize(("num_kernels", "sent"), [(1, "bf16"), (2, "f32")])
-def test_where_gpus_are_the_default_a_column_layer_gathers_beside_its_dgrad(
+def test_a_column_layer_gathers_during_its_dgrad_if_gpus_are_the_default(
     engine, monkeypatch, num_kernels, sent
 ):
     calls = backward_of_column(monkeypatch, num_kernels)
@@ -70,7 +70,7 @@ def tuned_backward_of_column(tmp_path, monkeypatch, *found):
     return backward_of_column(monkeypatch, 1)
 
 
-def test_tuned_bulk_calls_are_told_their_tuning(engine, monkeypatch, tmp_path):
+def test_tuned_bulk_calls_have_the_tuned_options(engine, monkeypatch, tmp_path):
     kernel_options = KernelOptions(
         use_ce=False, num_sm=4, sm_margin=4, gemm_algorithm=3
     )
@@ -82,7 +82,7 @@ def test_tuned_bulk_calls_are_told_their_tuning(engine, monkeypatch, tmp_path):
     assert attribute(calls["all_gather_matmul"], "gemm_algorithm") == 0
 
 
-def test_where_the_dgrad_was_faster_with_its_own_communication_it_has_that(
+def test_a_dgrad_that_was_faster_with_its_own_communication_overlaps_it(
     engine, monkeypatch, tmp_path
 ):
     choice = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
@@ -120,7 +120,7 @@ def test_a_tuned_backward_that_cannot_run_falls_back(engine, monkeypatch, tmp_pa
     assert set(calls) <= {"wgrad"}  # which communicates nothing
 
 
-def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
+def test_bulk_by_default_is_not_used_where_it_cannot_run(engine, monkeypatch):
     monkeypatch.setattr(cuda_engine, "MOST_RANKS", 3)
     assert not backward_of_column(monkeypatch, 3)
 

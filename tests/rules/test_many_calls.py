@@ -22,7 +22,7 @@ def test_many_independent_calls_of_one_program():
         assert_equal(run(xs, w), [x @ w for x in xs])
 
 
-def test_calls_beside_xla_s_own_collectives():
+def test_calls_run_concurrently_with_collectives_of_xla():
     xs = [small_integers(i, (8, 12)) for i in range(12)]
 
     def function(xs):

@@ -396,7 +396,7 @@ def test_a_named_method_runs_every_part_that_communicates(method):
 
 
 @pytest.mark.parametrize("method", BY_METHOD)
-def test_a_lone_collective_runs_by_its_method(method):
+def test_a_collective_without_a_gemm_runs_by_its_method(method):
     def function(x):
         y, _, _ = ops.AllGather("tp", method=method).forward({}, x, (), frozenset())
         z, _, _ = ops.ReduceScatter("tp", method=method).forward({}, y, (), frozenset())

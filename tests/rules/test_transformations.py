@@ -129,7 +129,7 @@ def test_vmap_over_kernels_is_a_loop():
     assert_equal(jax.jit(gradient)(x, ws), jax.jit(plain_gradient)(x, ws))
 
 
-def test_vmap_of_a_gradient_keeps_the_kernels_apart():
+def test_vmap_of_a_gradient_keeps_the_kernels_separate():
     x, w, _ = operands()
     xs = small_integers(3, (3, 8, 6))
 
@@ -298,7 +298,7 @@ def test_exported_program_runs_on_other_devices_and_in_another_order(order):
     jax.tree.map(assert_equal, found, expected)
 
 
-def test_exported_groups_of_ranks_stay_apart():
+def test_exported_groups_of_ranks_stay_separate():
     x, w = small_integers(0, (8, 6)), small_integers(1, (6, 8))
     specs = P(("dp", "tp")), COLUMNS
     run = on_ranks(column, dp_tp_mesh(2, 2), specs, P("dp", "tp"))

@@ -214,7 +214,7 @@ def test_bias_residual_batches_several_kernels_and_transposed_kernels():
     assert_close((y,), (wanted,))
 
 
-def test_one_byte_per_element_travels():
+def test_one_byte_per_element_is_sent():
     initialize(2, qkv_fprop=WIRE, qkv_dgrad=WIRE, proj_fprop=WIRE, proj_dgrad=WIRE)
     for mode in (COLUMN, ROW):
         step = gradients_of(mode, 2)

@@ -120,7 +120,7 @@ def test_connections_of_gpus_do_not_apply_to_cpu_devices_with_their_ids(monkeypa
     assert communicators.shared_groups(cpus) == "[]"
 
 
-def test_a_failure_is_reported_beside_other_devices_with_the_same_ids(monkeypatch):
+def test_a_failure_is_reported_if_other_devices_have_the_same_ids(monkeypatch):
     failed = Connection((0, 1), "cpu", (0, 1), None, End("rank 1 died"))
     know(monkeypatch, failed, Connection((0, 1), "cuda", (0, 0), None, End()))
     with pytest.raises(CommunicatorError, match=r"devices \[0, 1\]: rank 1 died"):

@@ -30,7 +30,7 @@ def connect(cpu, endpoint=None, **changes):
     return cpu.connect(endpoint or cpu.endpoint(), **{**of_one_process, **changes})
 
 
-def test_every_endpoint_has_a_private_address_of_its_own(cpu):
+def test_every_endpoint_has_a_private_address(cpu):
     one, other = cpu.endpoint(), cpu.endpoint()
     assert one.address != other.address
     assert one.token != other.token

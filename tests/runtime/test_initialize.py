@@ -365,7 +365,7 @@ def test_more_ranks_than_devices_are_rejected():
 
 
 @pytest.mark.parametrize("mesh", [None, tp_mesh(4)])
-def test_a_launched_program_that_has_not_joined_its_job_is_told_to(mesh, monkeypatch):
+def test_a_launched_program_that_has_not_joined_its_job_gets_the_fix(mesh, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     text = r"devices\. JAX_COORDINATOR_ADDRESS is set.* Call jax.distributed.initialize"

@@ -180,7 +180,7 @@ def test_a_missing_coordinator_is_named():
     assert "for several axes from one thread, in the same order." in str(error)
 
 
-def test_a_member_with_a_shorter_timeout_names_the_missing_process(clock):
+def test_a_process_with_a_shorter_timeout_names_the_missing_process(clock):
     store = MemoryStore()
     *found, _ = together(
         member(store, 0, (0, 1, 2), ["a"], timeout_s=3),

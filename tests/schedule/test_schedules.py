@@ -30,7 +30,7 @@ def test_the_checker_proves_it_for_one_to_sixteen_ranks(op, method):
 
 
 @pytest.mark.parametrize(("op", "method"), CASES)
-def test_every_put_meets_one_wait(op, method):
+def test_every_put_has_one_wait(op, method):
     for num_ranks in RANKS:
         sent, awaited = [], []
         for rank, steps in enumerate(every_rank(op, method, num_ranks)):
@@ -79,7 +79,7 @@ def test_a_ring_sends_a_chunk_on_before_it_multiplies_it():
     ]
 
 
-def test_more_splits_are_more_and_smaller_pieces():
+def test_more_splits_are_more_and_smaller_transfers():
     for num_splits in (1, 2, 5):
         steps = _cpu.schedule("all_gather_matmul", "pipeline", 1, 3, num_splits)
         multiplied = {(s.chunk, s.split) for s in steps if s.kind == "multiply"}
@@ -133,7 +133,7 @@ def test_a_variant_that_a_schedule_has_not_is_refused():
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
-def test_a_late_put_comes_behind_the_product_after_its_own(op):
+def test_a_late_put_follows_the_next_product(op):
     for num_ranks in RANKS:
         kind = (op, "pipeline", num_ranks, 3)
         assert _cpu.check_schedule(*kind, "overlap_first_gemm") == []
