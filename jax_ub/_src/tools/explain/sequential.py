@@ -15,7 +15,7 @@ from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
 from jax_ub._src.ops.fuser import OperationFuser, operation_label
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
-from jax_ub._src.parallel import mode_of
+from jax_ub._src.parallel import COLUMN, CommOverlapType, ParallelMode, mode_of
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import RATE_OF_ITEMSIZE, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
@@ -34,23 +34,6 @@ _COLLECTIVES = {
 }
 # A GEMM or a collective: (op, contracted size, number of output features).
 Step = tuple[str, int, int]
-# Maps (parallel mode, sequence parallelism) to the forward and the backward steps of a
-# linear layer that is not fused. In "matmul kn", the contracted size is k and the
-# number of output features is n, for a kernel of shape [k, n].
-_UNFUSED = {
-    ("column", True): (
-        "all_gather kk, matmul kn",
-        "reduce_scatter kk, all_gather kk, matmul nk, matmul kn",
-    ),
-    ("column", False): ("matmul kn", "all_reduce kk, matmul nk, matmul kn"),
-    ("row", True): (
-        "matmul kn, reduce_scatter nn",
-        "all_gather nn, matmul nk, matmul kn",
-    ),
-    ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
-    (None, False): ("matmul kn", "matmul nk, matmul kn"),
-    (None, True): ("matmul kn", "matmul nk, matmul kn"),
-}
 # Maps an op to the steps that replace it if partial sums are sent as FP8, as selected
 # by `wire_dtype`.
 _SUMS_AS_FP8: dict[str, tuple[str, ...]] = {
@@ -302,7 +285,7 @@ def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
     """Returns the GEMMs and collectives of one pass of a linear layer, in order."""
     parallel = config.mode.parallel
     if not is_fused:
-        text = _UNFUSED[parallel, config.mode.sequence_parallel][is_backward]
+        text = _unfused_steps(config.mode, is_backward=is_backward)
     elif not is_backward:
         text = f"{mode_of(parallel, True).op} kn"
     elif parallel == "row":
@@ -327,6 +310,25 @@ def _steps(op, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
             k = size[dims[1 if each == "all_to_all" else 0]]
             steps.append((each, k, size[dims[1]]))
     return steps
+
+
+def _unfused_steps(mode: ParallelMode, *, is_backward: bool) -> str:
+    """Returns the steps of one pass of a linear layer that is not fused, as text.
+
+    In "matmul kn", the contracted size is k and the number of output features is n, for
+    a kernel of shape [k, n].
+    """
+    # A column-parallel layer communicates x and dx, and a row-parallel layer y and dy.
+    dims = "kk" if mode.parallel == COLUMN else "nn"
+    sums = "reduce_scatter" if mode.sequence_parallel else "all_reduce"
+    names = {CommOverlapType.AG: "all_gather", CommOverlapType.RS: sums}
+    possible = mode.dgrad[::-1] if is_backward else mode.fprop
+    collectives = [f"{names[one.comm_type]} {dims}" for one in possible]
+    if is_backward:
+        steps = [*collectives, "matmul nk", "matmul kn"]
+    else:
+        steps = ["matmul kn", *collectives][:: -1 if mode.gathers_x else 1]
+    return ", ".join(steps)
 
 
 def _collective(op, name) -> Row:
