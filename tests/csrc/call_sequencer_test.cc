@@ -114,7 +114,7 @@ TEST(ExecutionsOfALoopMatch) {
 
 // The processes' run ids differ if one of them loads a program from the compilation
 // cache.
-TEST(RunIdsOfAnotherOriginAreAligned) {
+TEST(RunIdsOfAnotherOriginAreConverted) {
   InProcesses({0, 1, 2}, [](Member& member) {
     const int process = member.sequencer().communicator().process();
     const int64_t origin = process == 0 ? 2147483640 : -1000000000 * process;
@@ -136,7 +136,7 @@ TEST(RunIdsOfAnotherOriginAreAligned) {
   });
 }
 
-TEST(TwoProgramsThatCannotBeToldApartAreRefused) {
+TEST(TwoProgramsThatCannotBeDistinguishedAreRejected) {
   InProcesses({0, 1}, [](Member& member) {
     const bool is_leader = member.sequencer().communicator().is_leader();
     CallSite one(Sum(2));
@@ -168,7 +168,7 @@ TEST(TwoProgramsThatCannotBeToldApartAreRefused) {
   });
 }
 
-TEST(AnAlignedProgramIsNotAlignedAnew) {
+TEST(TheOffsetOfRunIdsIsLearnedOnce) {
   CallAttributes at = Sum(2);
   RunIdOffsets alignment;
   const auto collective = [&](int64_t run) {
@@ -194,7 +194,7 @@ TEST(AnAlignedProgramIsNotAlignedAnew) {
   CHECK(near.Find(order(11), {collective(10), same}) == same);
 }
 
-TEST(ProcessesThatDisagreeAllSeeBothSides) {
+TEST(ProcessesThatDisagreeAllNameBothCalls) {
   InProcesses({0, 1, 1}, [](Member& member) {
     const bool is_leader = member.sequencer().communicator().is_leader();
     CallSite site(Sum(3));
@@ -240,7 +240,7 @@ TEST(MethodsAndOptionsAreComparedToo) {
   run([](CallAttributes& at) { at.label = "other"; }, "; and other: all_reduce");
 }
 
-TEST(RanksWithDifferentRecipesAreTold) {
+TEST(RanksWithDifferentRecipesFailAndNameBoth) {
   InProcesses({0, 1}, [](Member& member) {
     const bool is_leader = member.sequencer().communicator().is_leader();
     CallAttributes at = Spanning(Op::kAllGatherMatmul, Method::kDirect, 2);
@@ -282,7 +282,7 @@ TEST(LocalRanksThatDisagreeFailTheOthers) {
   });
 }
 
-TEST(ALocalRankThatDoesNotComeFailsEveryProcess) {
+TEST(AMissingLocalRankFailsEveryProcess) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     // Rank 2 is missing in process 0; the other process has a later deadline.
@@ -301,7 +301,7 @@ TEST(ALocalRankThatDoesNotComeFailsEveryProcess) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
-TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
+TEST(AMissingProcessFailsTheOthersAtTheDeadline) {
   for (const int missing : {0, 1}) {
     InProcesses(
         {0, 1},
@@ -327,7 +327,7 @@ TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
 }
 
 // Either process may reach its deadline first; processes publish calls after a second.
-TEST(ACallThatDoesNotComeIsNamedWithWhatCame) {
+TEST(AMissingCallIsNamedWithTheSubmittedCalls) {
   for (const int first : {0, 1}) {
     Bulletin bulletin;
     Processes processes(2, [&](int process) {
@@ -425,7 +425,7 @@ TEST(ClosingFailsWhatIsPending) {
   });
 }
 
-TEST(AProcessThatLeftInOrderDidItsPart) {
+TEST(AProcessThatHasClosedHasCompletedItsCalls) {
   InProcesses({0, 1}, [](Member& member) {
     CallSite site(Sum(2));
     for (int run = 0; run < 20; ++run) member.CheckRun(site, run, {}, run);
@@ -437,7 +437,7 @@ TEST(AProcessThatLeftInOrderDidItsPart) {
 }
 
 // The parent's atexit handlers run in the child as well.
-TEST(AChildOfForkSaysNoGoodbyeForItsParent) {
+TEST(AForkedChildSendsNoCloseForItsParent) {
   InProcesses({0, 1}, [](Member& member) {
     CallSite site(Sum(2));
     member.CheckRun(site, 1, {}, 1);

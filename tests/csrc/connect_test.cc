@@ -49,7 +49,7 @@ const std::string kLabel = "all_gather";
 
 WaitReason Reason() { return {kLabel, 0, 60}; }
 
-TEST(AProcessThatNeverComesIsNamedAtTheDeadline) {
+TEST(AMissingProcessIsNamedAtTheDeadline) {
   Bulletin bulletin;
   Processes processes(4, [&](int process) {
     if (process >= 2) {
@@ -106,7 +106,7 @@ TEST(AProcessThatDiesBeforeItConnectsIsNamedAtOnce) {
   }
 }
 
-TEST(AnEndpointThatIsGoneIsNamedAtOnce) {
+TEST(AClosedEndpointIsNamedAtOnce) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     if (process == 0) {
@@ -123,7 +123,7 @@ TEST(AnEndpointThatIsGoneIsNamedAtOnce) {
   CHECK(text.ends_with("failed or exited before it connected"));
 }
 
-TEST(ProcessesThatWantDifferentThingsAreToldBoth) {
+TEST(ProcessesWithDifferentSettingsNameBoth) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     AtOnce([&] { ConnectAs(process, bulletin, {0, 1}, 4096 * (process + 1), 60); });
@@ -135,7 +135,7 @@ TEST(ProcessesThatWantDifferentThingsAreToldBoth) {
   }
 }
 
-TEST(NobodyWaitsWhenSomeWantDifferentThings) {
+TEST(NoProcessWaitsIfSettingsDiffer) {
   Bulletin bulletin;
   Processes processes(4, [&](int process) {
     AtOnce([&] {
@@ -151,7 +151,7 @@ TEST(NobodyWaitsWhenSomeWantDifferentThings) {
 
 // The last process finds no listener of the process that has failed, but receives the
 // reason that it reported.
-TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
+TEST(TheLastProcessToConnectNamesTheProcessThatDied) {
   for (const int first : {0, 1}) {
     Bulletin bulletin;
     Processes processes(3, [&](int process) {
@@ -218,7 +218,7 @@ constexpr uid_t kSomebodyElse = 65534;
 
 // Returns whether the test can change its user: this requires root, and a sandbox with
 // more than one user.
-bool CanBecomeSomebodyElse() {
+bool CanChangeUser() {
   const pid_t child = fork();
   if (child == 0) _exit(setuid(kSomebodyElse) == 0 ? 0 : 1);
   int status = 1;
@@ -228,7 +228,7 @@ bool CanBecomeSomebodyElse() {
 }
 
 TEST(AGroupOfTwoUsersIsRefused) {
-  if (!CanBecomeSomebodyElse()) return;
+  if (!CanChangeUser()) return;
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     if (process == 1 && setuid(kSomebodyElse) != 0) throw std::runtime_error("setuid");
@@ -243,7 +243,7 @@ TEST(AGroupOfTwoUsersIsRefused) {
 // Another user's process with the name and the token receives nothing, and does not
 // disturb the others.
 TEST(AnotherUserIsRefused) {
-  if (!CanBecomeSomebodyElse()) return;
+  if (!CanChangeUser()) return;
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
     if (process == 2) {

@@ -45,7 +45,8 @@ TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
   {
-    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller,
+                                          CPU_SETSIZE);
     const cpu_set_t now = Allowed();
     const cpu_set_t here = Only(sched_getcpu());
     CHECK(CPU_EQUAL(&now, &here));
@@ -58,12 +59,12 @@ TEST(FewerThreadsThanCoresMayMove) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
   const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller,
-                                      CPU_COUNT(&before) - 1);
+                                        CPU_COUNT(&before) - 1);
   const cpu_set_t now = Allowed();
   CHECK(CPU_EQUAL(&now, &before));
 }
 
-TEST(ThreadsComputeOnTheirPartOfTheCores) {
+TEST(ThreadsComputeOnTheCpuSet) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
@@ -92,7 +93,7 @@ TEST(AWorkerLeavesTheCoreOfAnEarlierCallIfItIsTaken) {
     CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
     {
       const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kWorker,
-                                          CPU_SETSIZE);
+                                            CPU_SETSIZE);
       CHECK(sched_getcpu() != core);
     }
     const cpu_set_t after = Allowed();
@@ -116,7 +117,7 @@ TEST(SecondThreadOnACoreMovesToAnother) {
     sched_setaffinity(0, sizeof(before), &before);  // still there, most likely
     {
       const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kWorker,
-                                          CPU_SETSIZE);
+                                            CPU_SETSIZE);
       CHECK(sched_getcpu() != core);
       const cpu_set_t now = Allowed();
       CHECK(!CPU_ISSET(core, &now));
@@ -192,7 +193,7 @@ class Sleeper {
   std::thread loop_;  // last: it uses the others
 };
 
-TEST(AThreadIsWokenWhereNobodyComputes) {
+TEST(AThreadIsWokenOnACoreWhereNoThreadComputes) {
   const cpu_set_t before = Allowed();
   if (CPU_COUNT(&before) < 2) return;  // nowhere to be woken
   CoreAffinity cores;
@@ -201,7 +202,8 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   const cpu_set_t first = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&first, &before));
   {
-    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller,
+                                          CPU_SETSIZE);
     const int core = sched_getcpu();
     for (int i = 0; i < 2; ++i) {  // the second time there is nothing to do
       cores.AssignIdleCores(sleeper.thread());
@@ -222,7 +224,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
 }
 
 // Otherwise the new thread would always stay on the core of the thread that started it.
-TEST(AThreadStartedByOneThatComputesMayRunEverywhere) {
+TEST(AThreadThatAComputingThreadStartsMayRunOnAllCores) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;
   const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
@@ -238,7 +240,8 @@ TEST(AThreadIsWokenAnywhereWhereEveryCoreIsTaken) {
   Sleeper sleeper(cores);
   CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
   {
-    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+    const CoreAffinity::ScopedCore scoped(cores, CoreAffinity::Who::kCaller,
+                                          CPU_SETSIZE);
     cores.AssignIdleCores(sleeper.thread());
     const cpu_set_t there = sleeper.AllowedThere();
     CHECK(CPU_EQUAL(&there, &before));

@@ -63,7 +63,7 @@ TEST(MoreRanksThanAGroupOnGpusHasAreExact) {
   }
 }
 
-TEST(LargerCallsThatTheCrewSharesAreExact) {
+TEST(LargerCallsThatSeveralThreadsComputeAreExact) {
   Engine& engine = NewEngine();
   for (Method method : {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {
     for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
@@ -200,7 +200,7 @@ TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
 }
 
 // There is one thread, so ranks cannot wait for each other in sequence.
-TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
+TEST(AtTheLimitOfThreadsTheErrorNamesTheLimit) {
   for (Op op : {Op::kAllGatherMatmul, Op::kBulkReduceScatter}) {
     Engine& engine = NewEngine(1);
     CallSite site(MakeAttributes(op, Method::kRingExchange, 3));
@@ -290,7 +290,7 @@ TEST(EveryGroupThatFailedInARunIsKnown) {
   }
 }
 
-TEST(RanksThatDisagreeAllSeeBothSides) {
+TEST(RanksThatDisagreeAllNameBothCalls) {
   Engine& engine = NewEngine();
   CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
   Arrays arrays(1);
@@ -303,7 +303,7 @@ TEST(RanksThatDisagreeAllSeeBothSides) {
   }
 }
 
-TEST(AMethodThatAnOpDoesNotHaveIsRefusedOnEveryRank) {
+TEST(AMethodThatAnOpLacksIsRejectedOnEveryRank) {
   Engine& engine = NewEngine();
   CallSite site(MakeAttributes(Op::kAllGatherMatmul, Method::kBulk, 2));
   Arrays arrays(1);

@@ -292,7 +292,7 @@ std::string NameOf(const CallAttributes& at, int lanes) {
          " lanes";
 }
 
-TEST(EveryReadComesBehindItsWrite) {
+TEST(EveryReadRunsAfterItsWrite) {
   ForEachCall({1, 2, 3, 4, 8},
               [](const CallAttributes& at, const std::vector<RankCall>& calls, int rank,
                  int lanes) {

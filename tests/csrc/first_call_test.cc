@@ -23,7 +23,7 @@ void Has(const std::string& text, const std::string& part) {
 }
 
 // One process compiles the program for longer than the timeout of calls.
-TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
+TEST(TheFirstCallOfACallSiteHasALongerDeadline) {
   for (const int late : {0, 1, 2}) {
     Bulletin bulletin;
     Processes processes(3, [&](int process) {
@@ -48,7 +48,7 @@ TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
 }
 
 // The late process is executing another call, which it executes repeatedly.
-TEST(TheLeaderSaysThatACallIsTheFirstOfItsSite) {
+TEST(TheLeaderMarksTheFirstCallOfACallSite) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     Member member(process, bulletin, {0, 1}, 0.3, 1 << 20, kLongS);

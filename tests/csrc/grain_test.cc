@@ -60,7 +60,7 @@ TEST(AProductBelowTheInlineLimitIsOneUnit) {
   }
 }
 
-TEST(AProductOfMediumSizeIsCutForAsManyWorkersAsItIsWorth) {
+TEST(AProductOfMediumSizeIsDividedByItsEstimatedTime) {
   const Portable portable;
   const Product product(64, 512, 64);
   const int num_workers = WorkersFor(EstimateGemmUs(product.problem()));
@@ -71,7 +71,7 @@ TEST(AProductOfMediumSizeIsCutForAsManyWorkersAsItIsWorth) {
   CHECK(product.NumUnits(2) < product.NumUnits(64));
 }
 
-TEST(ALargeProductIsCutForAllWorkers) {
+TEST(ALargeProductIsDividedAmongAllWorkers) {
   const Portable portable;
   for (const Product& product : {Product(1024, 1024, 1024), Product(4, 4096, 16384)}) {
     for (int num_workers : {2, 64}) {

@@ -65,7 +65,7 @@ struct Processes {
 };
 using Group4 = Processes<4>;
 
-TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
+TEST(WritesBeforeABarrierAreReadAfterIt) {
   constexpr int64_t kNumCalls = 1000;
   Group4 group;
   int64_t buffers[Group4::kNumProcesses][2] = {};  // no atomics: the barrier orders
@@ -132,7 +132,7 @@ TEST(ADeathNoticeEndsABarrierThatIsComplete) {
   for (std::thread& sleeper : sleepers) sleeper.join();
 }
 
-TEST(AProcessThatFailedDoesNotCome) {
+TEST(AFailedProcessDoesNotArrive) {
   Group4 group;
   group.peer_statuses[2]->Poison(std::make_exception_ptr(Error("it failed")));
   CHECK_THROWS(group.ends[2]->Barrier(5, 2, Reason()), "it failed");
@@ -151,7 +151,7 @@ TEST(TheDeadlineNamesAllThatAreMissing) {
                "process 1 waited 0.05 s for process 0 to say which call is next");
 }
 
-TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
+TEST(LostProcessesAreNamedUnlessTheyHaveArrived) {
   Group4 group;
   for (const int p : {0, 2}) {
     CHECK_THROWS(group.ends[p]->Barrier(0, 0, Reason(0)), "waited");
@@ -170,7 +170,7 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
   group.ends[1]->Barrier(0, 0, Reason());
 }
 
-TEST(WaitsThatAreOverDoNotLookAtPoison) {
+TEST(SatisfiedWaitsDoNotCheckForPoison) {
   Group4 group;
   group.ends[0]->AppendToCallLog({3, 4});
   PeerStatus& peer_status = *group.peer_statuses[1];
@@ -232,7 +232,7 @@ TEST(CommunicatorsOfOneProcessConnectAndClose) {
   }
 }
 
-TEST(AllCommunicatorsOfOneProcessHearOfTheFirstPoison) {
+TEST(AllCommunicatorsOfAProcessReceiveTheFirstPoison) {
   for (int cycle = 0; cycle < 50; ++cycle) {
     const auto errors = InOneProcess(4, [&](SharedMemoryCommunicator& ranks) {
       std::mt19937 random(cycle * 4 + ranks.process());

@@ -64,18 +64,18 @@ class Own {
 
  private:
   GroupFailure::Hooks HooksOf() {
-    return {
-        .fail_waits =
-            [this](const auto& poison) {
-              Log("end(" + check::TextOf(poison) + ")");
-              while_waits_end_();
-            },
-        .set_lost =
-            [this](int process, const auto& how) {
-              Log("lost(" + std::to_string(process) + how + ")");
-              while_waits_end_();
-            },
-        .on_signature = [this](const auto& news) { Log("heard(" + news.text + ")"); }};
+    return {.fail_waits =
+                [this](const auto& poison) {
+                  Log("end(" + check::TextOf(poison) + ")");
+                  while_waits_end_();
+                },
+            .set_lost =
+                [this](int process, const auto& how) {
+                  Log("lost(" + std::to_string(process) + how + ")");
+                  while_waits_end_();
+                },
+            .on_signature =
+                [this](const auto& news) { Log("received(" + news.text + ")"); }};
   }
   void Log(const std::string& text) {
     std::lock_guard lock(mutex_);
@@ -90,24 +90,26 @@ class Own {
   GroupFailure failure;  // the last: its thread uses what is above
 };
 
-void CheckHears(const FileDescriptor& peer, MessageKind kind, const std::string& text) {
-  const Message heard = Await(peer);
-  CHECK(heard.arrival == Arrival::kMessage);
-  CHECK(heard.kind == kind);
-  CHECK_EQ(heard.body, text);
+void CheckReceives(const FileDescriptor& peer,
+                   MessageKind kind,
+                   const std::string& text) {
+  const Message received = Await(peer);
+  CHECK(received.arrival == Arrival::kMessage);
+  CHECK(received.kind == kind);
+  CHECK_EQ(received.body, text);
 }
 
-bool HearsNothing(const FileDescriptor& peer) {
+bool ReceivesNothing(const FileDescriptor& peer) {
   return ReceiveMessage(peer).arrival == Arrival::kNothing;
 }
 
-TEST(PeersAreToldBeforeOwnWaitsEndAndWhoeverWaitedFindsTheReason) {
+TEST(PeersAreNotifiedBeforeLocalWaitsFailWithTheReason) {
   std::thread waiter;
   Own* all = nullptr;
   Own own([&] {
     for (const int p : {1, 2}) {
-      CheckHears(all->peers[p], MessageKind::kPoison,
-                 "CommunicatorError: jax_ub.tp: " + all->name + " failed: boom");
+      CheckReceives(all->peers[p], MessageKind::kPoison,
+                    "CommunicatorError: jax_ub.tp: " + all->name + " failed: boom");
     }
     waiter =
         std::thread([&] { CHECK_EQ(check::TextOf(all->failure.reason()), "boom"); });
@@ -124,22 +126,22 @@ TEST(TheFirstPoisonHoldsAndKeepsItsTextAndType) {
   CHECK(own.HasLogged("end(" + text + ")"));
   own.failure.Poison(Boom());
   for (const int p : {1, 2}) {
-    CheckHears(own.peers[p], MessageKind::kDeadlinePoison, text);
-    CHECK(HearsNothing(own.peers[p]));
+    CheckReceives(own.peers[p], MessageKind::kDeadlinePoison, text);
+    CHECK(ReceivesNothing(own.peers[p]));
   }
   CHECK(PoisonMessageOf(own.failure.reason()).kind == MessageKind::kDeadlinePoison);
   CHECK_EQ(own.log(), "end(" + text + ")");
 }
 
-TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
+TEST(ADeathIsForwardedOnceAndRemainsTheReasonAfterPoison) {
   const std::string reason =
       "CommunicatorError: jax_ub.tp: rank 1 (process 1, pid 11) died";
-  std::atomic<const FileDescriptor*> who_hears_first{nullptr};
+  std::atomic<const FileDescriptor*> first_receiver{nullptr};
   Own own([&] {
-    const FileDescriptor* const peer = who_hears_first.exchange(nullptr);
-    if (peer != nullptr) CheckHears(*peer, MessageKind::kDeathNotice, "1");
+    const FileDescriptor* const peer = first_receiver.exchange(nullptr);
+    if (peer != nullptr) CheckReceives(*peer, MessageKind::kDeathNotice, "1");
   });
-  who_hears_first = &own.peers[2];
+  first_receiver = &own.peers[2];
   own.peers[1].reset();
   CHECK(WaitUntil([&] { return own.failure.reason() != nullptr; }));
   CHECK_EQ(check::TextOf(own.failure.reason()), reason);
@@ -148,40 +150,40 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
     SendMessage(own.peers[2], MessageKind::kDeathNotice, who);
   }
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("lost(1died)heard(behind)"));
-  CHECK(HearsNothing(own.peers[2]));
+  CHECK(own.HasLogged("lost(1died)received(behind)"));
+  CHECK(ReceivesNothing(own.peers[2]));
   // Only poison ends a process that waits for another process than the dead one.
   own.failure.Poison(Boom());
-  CHECK(own.HasLogged("lost(1died)heard(behind)end(boom)"));
-  CheckHears(own.peers[2], MessageKind::kPoison,
-             "CommunicatorError: jax_ub.tp: " + own.name + " failed: boom");
+  CHECK(own.HasLogged("lost(1died)received(behind)end(boom)"));
+  CheckReceives(own.peers[2], MessageKind::kPoison,
+                "CommunicatorError: jax_ub.tp: " + own.name + " failed: boom");
   CHECK_EQ(check::TextOf(own.failure.reason()), reason);
 }
 
-TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
+TEST(ADeathNoticeIsForwardedAndTheDeathIsNot) {
   Own own;
   SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
   CHECK(own.HasLogged("lost(1died)"));
   own.peers[1].reset();
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("lost(1died)heard(behind)"));
-  CheckHears(own.peers[2], MessageKind::kDeathNotice, "1");
-  CHECK(HearsNothing(own.peers[2]));
+  CHECK(own.HasLogged("lost(1died)received(behind)"));
+  CheckReceives(own.peers[2], MessageKind::kDeathNotice, "1");
+  CHECK(ReceivesNothing(own.peers[2]));
 }
 
-TEST(AGoodbyeIsNoReason) {
+TEST(ACloseIsNoFailure) {
   Own own;
   SendMessage(own.peers[1], MessageKind::kClose, "");
   CHECK(own.HasLogged("lost(1)"));
   own.peers[1].reset();
   SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
-  CHECK(own.HasLogged("lost(1)heard(behind)"));
+  CHECK(own.HasLogged("lost(1)received(behind)"));
   CHECK(!own.failure.reason());
-  CHECK(HearsNothing(own.peers[2]));
+  CHECK(ReceivesNothing(own.peers[2]));
 }
 
-TEST(WhoHadLeftDuringTheHandshakeIsGone) {
+TEST(APeerThatClosedDuringTheHandshakeIsLost) {
   const ProcessGroup group({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
   std::string log;
   GroupFailure failure(group, {.fail_waits = [](const auto&) {},
@@ -197,10 +199,10 @@ TEST(WhoHadLeftDuringTheHandshakeIsGone) {
   failure.Watch(connected_peers);
   failure.Poison(Boom());
   CHECK_EQ(log, "1");
-  CHECK(HearsNothing(ends.other));
+  CHECK(ReceivesNothing(ends.other));
 }
 
-TEST(WhoAskedIsCalledOnceWithoutALock) {
+TEST(TheCallbackIsCalledOnceWithoutALock) {
   Own own;
   int num_calls = 0;
   own.failure.OnReason([&](const std::exception_ptr& reason) {
@@ -216,7 +218,7 @@ TEST(WhoAskedIsCalledOnceWithoutALock) {
   CHECK_EQ(num_calls, 2);
 }
 
-TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
+TEST(ClosingSendsCloseOnceAndFailsWaits) {
   for (const bool says_before : {false, true}) {
     Own own;
     const std::string reason =
@@ -231,13 +233,13 @@ TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
     CHECK_EQ(own.log(), "end(" + reason + ")");
     CHECK_EQ(check::TextOf(own.failure.reason()), reason);
     for (const int p : {1, 2}) {
-      CheckHears(own.peers[p], MessageKind::kClose, "");
+      CheckReceives(own.peers[p], MessageKind::kClose, "");
       CHECK(Await(own.peers[p]).arrival == Arrival::kEnd);
     }
   }
 }
 
-TEST(ACopyByForkTellsNobody) {
+TEST(AForkedChildSendsNothing) {
   Own own;
   const pid_t child = fork();
   if (child == 0) {
@@ -252,7 +254,8 @@ TEST(ACopyByForkTellsNobody) {
   CHECK_EQ(status, 0);
   CHECK(!own.failure.reason());
   own.failure.Broadcast(MessageKind::kSignature, "here");
-  for (const int p : {1, 2}) CheckHears(own.peers[p], MessageKind::kSignature, "here");
+  for (const int p : {1, 2})
+    CheckReceives(own.peers[p], MessageKind::kSignature, "here");
 }
 
 }  // namespace

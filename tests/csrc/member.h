@@ -38,17 +38,17 @@ class Member {
       if (process_of_rank[r] == process) local.push_back(devices.back());
     }
     engine_.rendezvous().set_local_devices(local);
-    conductor_ = engine_.Join(
+    sequencer_ = engine_.Join(
         ConnectAs(process, bulletin, process_of_rank, buffer_bytes), devices,
         /*generation=*/2);
   }
   ~Member() { Leave(); }
 
-  void Leave() { engine_.Leave(conductor_); }
+  void Leave() { engine_.Leave(sequencer_); }
 
   Engine& engine() { return engine_; }
-  CallSequencer& sequencer() { return *conductor_; }
-  const std::vector<int>& ranks() const { return conductor_->local_ranks(); }
+  CallSequencer& sequencer() { return *sequencer_; }
+  const std::vector<int>& ranks() const { return sequencer_->local_ranks(); }
 
   // Submits the calls of the local ranks.
   std::vector<Outcome> Begin(CallSite& site,
@@ -70,7 +70,7 @@ class Member {
 
  private:
   Engine& engine_;
-  std::shared_ptr<CallSequencer> conductor_;
+  std::shared_ptr<CallSequencer> sequencer_;
 };
 
 inline CallAttributes Spanning(Op op, Method method, size_t num_ranks) {

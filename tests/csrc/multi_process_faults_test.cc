@@ -57,7 +57,7 @@ std::string RunUntilFailure(Member& member, CallSite& site, double within_s) {
 }
 
 // Kills one of three processes during calls of this kind.
-void KillAmid(Op op, Method method, int victim, int delay_ms) {
+void KillDuringCalls(Op op, Method method, int victim, int delay_ms) {
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
     Member member(process, bulletin, {0, 1, 1, 2});
@@ -88,7 +88,7 @@ TEST(ARankThatIsKilledAmidCallsIsNamedAtOnceByAll) {
     for (const Method method :
          {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {
       // The victim is any process, also the leader, after different delays.
-      KillAmid(op, method, round % 3, round * 7 % 20);
+      KillDuringCalls(op, method, round % 3, round * 7 % 20);
       ++round;
     }
   }
@@ -96,7 +96,7 @@ TEST(ARankThatIsKilledAmidCallsIsNamedAtOnceByAll) {
 
 // Process 1 stays in call 0 for a long time, and reads the data of process 0 there.
 // Process 0 fails in call 1, with call 2 queued, and must not overwrite these data.
-TEST(BehindACallThatFailedNothingIsOverwritten) {
+TEST(NothingIsOverwrittenAfterAFailedCall) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1}, 1 << 16);
@@ -213,7 +213,7 @@ TEST(ARankThatDiedBeforeACallIsNamedByTheCall) {
   CHECK(Contains(text, NameOf(1, processes.pid(1)) + " died"));
 }
 
-TEST(ARankThatDiedBehindItsLastCallDoesNoHarm) {
+TEST(ARankThatDiesAfterItsLastCallFailsNoCall) {
   for (int round = 0; round < 10; ++round) {
     Bulletin bulletin;
     Processes processes(2, [&](int process) {
@@ -297,7 +297,7 @@ TEST(ARankThatNeverCallsIsNamedAtTheDeadline) {
   }
 }
 
-TEST(AnotherShapeIsAnErrorOnEveryRankThatShowsBoth) {
+TEST(DifferentShapesAreAnErrorOnEveryRankThatNamesBoth) {
   for (const int odd : {0, 1, 2}) {
     Bulletin bulletin;
     Processes processes(3, [&](int process) {

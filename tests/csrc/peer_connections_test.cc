@@ -24,7 +24,7 @@ void IgnoreFailure(const std::exception_ptr&) {}
 // The number of messages, which exceeds the buffer of a connection.
 constexpr int kMany = 2000;
 
-std::string Statement(int number) {
+std::string SignatureText(int number) {
   return std::to_string(number) + std::string(300, '.');
 }
 
@@ -39,23 +39,23 @@ ProcessGroup Own() {
 }
 
 // A process that is stopped, or on a busy machine, reads messages late.
-TEST(APeerThatReadsLateHearsAllInItsOrder) {
+TEST(APeerThatReadsLateReceivesAllInOrder) {
   Ends ends;
   PeerConnections peers(PeerAt(std::move(ends.one)));
   peers.Watch(Own(), [](const PeerEvent&) {}, IgnoreFailure);
   for (int i = 0; i < kMany; ++i)
-    peers.Broadcast(MessageKind::kSignature, Statement(i));
+    peers.Broadcast(MessageKind::kSignature, SignatureText(i));
   peers.Broadcast(MessageKind::kClose, "");
   int num_notified = 0;
   for (; num_notified < kMany; ++num_notified) {
-    if (Await(ends.other).body != Statement(num_notified)) break;
+    if (Await(ends.other).body != SignatureText(num_notified)) break;
   }
   CHECK_EQ(num_notified, kMany);
   const Message last = Await(ends.other);
   CHECK(last.arrival == Arrival::kMessage && last.kind == MessageKind::kClose);
 }
 
-TEST(PeersThatSayMuchAtOnceHearEachOther) {
+TEST(PeersThatSendMuchAtOnceReceiveEverything) {
   Ends ends;
   std::atomic<int> num_notified{0};
   const auto count = [&](const PeerEvent& news) {
@@ -67,7 +67,7 @@ TEST(PeersThatSayMuchAtOnceHearEachOther) {
   other.Watch(Own(), count, IgnoreFailure);
   const auto say = [](PeerConnections& peers) {
     for (int i = 0; i < kMany; ++i)
-      peers.Broadcast(MessageKind::kSignature, Statement(i));
+      peers.Broadcast(MessageKind::kSignature, SignatureText(i));
   };
   std::thread speaker([&] { say(one); });
   say(other);
@@ -79,7 +79,7 @@ TEST(PeersThatSayMuchAtOnceHearEachOther) {
   CHECK_EQ(num_notified.load(), 2 * kMany);
 }
 
-TEST(APeerThatNeverReadsHindersNobody) {
+TEST(APeerThatNeverReadsBlocksNoOtherPeer) {
   for (const bool leaves : {false, true}) {
     Ends ends;
     std::atomic<int> num_lost{0};
@@ -91,7 +91,7 @@ TEST(APeerThatNeverReadsHindersNobody) {
         },
         IgnoreFailure);
     for (int i = 0; i < kMany; ++i)
-      peers.Broadcast(MessageKind::kSignature, Statement(i));
+      peers.Broadcast(MessageKind::kSignature, SignatureText(i));
     if (leaves) {
       ends.other.reset();
       const Deadline deadline = Deadline::After(20);
@@ -103,7 +103,7 @@ TEST(APeerThatNeverReadsHindersNobody) {
   }
 }
 
-TEST(WhereNoThreadStartsThePeersAreToldWhy) {
+TEST(IfNoThreadStartsThePeersReceiveTheReason) {
   Ends ends;
   PeerConnections peers(PeerAt(std::move(ends.one)));
   {

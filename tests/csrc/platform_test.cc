@@ -180,7 +180,7 @@ TEST(ADescriptorIsPassedWithAMessage) {
   CHECK(!Accept(pair.listener));
 }
 
-TEST(WhatAPeerSaidBeforeItLeftIsHeard) {
+TEST(MessagesBeforeACloseAreReceived) {
   Pair pair;
   CHECK(Send(pair.accepted, BytesOf("unread")) == Sent::kYes);
   CHECK(Send(pair.dialed, BytesOf("last words")) == Sent::kYes);
@@ -192,7 +192,7 @@ TEST(WhatAPeerSaidBeforeItLeftIsHeard) {
   CHECK(Send(pair.accepted, BytesOf("nobody")) == Sent::kNo);
 }
 
-TEST(APeerThatDoesNotReadBlocksNobody) {
+TEST(APeerThatDoesNotReadDoesNotBlockSends) {
   Pair pair;
   const std::string message(4096, 'x');
   int num_sent = 0;
@@ -232,7 +232,7 @@ TEST(AKernelThatLacksMemoryIsNoLostPeer) {
   }
 }
 
-TEST(NobodyListensBeforeAndBehindAListener) {
+TEST(NoSocketListensBeforeAndAfterAListener) {
   const std::string name = NewName();
   FileDescriptor connection;
   CHECK(Dial(name, &connection) == DialResult::kNoProcess);
@@ -266,7 +266,7 @@ TEST(ASleepEndsByAWakeOrByItsDeadline) {
   CHECK(Deadline::Clock::now() - begin < std::chrono::minutes(1));
 }
 
-TEST(TheWordOfASleepMayLieInTwoMappings) {
+TEST(TheWordOfASleepMayBeInTwoMappings) {
   const SharedMapping own = SharedMapping::Create(kPage);
   const SharedMapping other =
       SharedMapping::Map(FileDescriptor(dup(own.descriptor().get())), kPage);
@@ -357,7 +357,7 @@ TEST(AProcessMayEndWhileItsStateIsRead) {
   }
 }
 
-TEST(AContainerHasWhatItsLimitLeavesAndItsCache) {
+TEST(AvailableMemoryOfAContainerIncludesItsCache) {
   const std::filesystem::path folder =
       std::filesystem::temp_directory_path() / NewName();
   const auto write = [&](const std::string& name, const std::string& text) {

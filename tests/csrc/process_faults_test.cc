@@ -116,7 +116,7 @@ TEST(AProcessThatLeavesAChildBehindIsNamedAtOnce) {
   CHECK_EQ(processes.Join()[0], "");
 }
 
-TEST(AChildOfForkHasNoPartInItsParentsCommunicator) {
+TEST(AForkedChildDoesNotUseItsParentsCommunicator) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     auto ranks = ConnectAs(process, bulletin, {0, 1});
@@ -139,7 +139,7 @@ TEST(AChildOfForkHasNoPartInItsParentsCommunicator) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
-TEST(AProcessThatDiedAfterItsPartDoesNoHarm) {
+TEST(AProcessThatDiesAfterItsCallsFailsNoCall) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
@@ -162,7 +162,7 @@ TEST(AProcessThatDiedAfterItsPartDoesNoHarm) {
   CHECK(Contains(processes.Join()[0], " died; "));
 }
 
-TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
+TEST(AProcessThatClosedFailsOnlyWaitsForIt) {
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1, 2});
@@ -196,7 +196,7 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
   CHECK(Contains(texts[2], "closed its communicator"));
 }
 
-TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
+TEST(AStoppedProcessIsNamedAtTheDeadlineAndFailsToo) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});

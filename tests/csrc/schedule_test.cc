@@ -57,7 +57,7 @@ TEST(EveryNumberOfSplitsIsProven) {
   }
 }
 
-TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
+TEST(ARingBeginsWithTheLocalChunkAndSendsToNeighborsOnly) {
   for (int rank = 0; rank < 4; ++rank) {
     const Schedule schedule = MakeSchedule(CollectiveKind::kAllGatherMatmul,
                                            Method::kRingExchange, rank, 4, 1);
@@ -72,7 +72,7 @@ TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
   }
 }
 
-TEST(ARingOfPairsMultipliesTwoChunksBehindTheOwnPair) {
+TEST(ARingOfPairsMultipliesTwoChunksAfterTheLocalPair) {
   for (int rank = 0; rank < 6; ++rank) {
     const Schedule schedule =
         MakeSchedule(CollectiveKind::kAllGatherMatmul, Method::kRingExchange, rank, 6,
@@ -94,7 +94,7 @@ TEST(ARingOfPairsMultipliesTwoChunksBehindTheOwnPair) {
   }
 }
 
-TEST(ReduceScatterEndsWithItsOwnChunk) {
+TEST(AReduceScatterEndsWithTheLocalChunk) {
   const Schedule schedule = MakeSchedule(CollectiveKind::kMatmulReduceScatter,
                                          Method::kRingExchange, 1, 4, 1);
   std::vector<int> chunks;
@@ -115,7 +115,7 @@ std::string ProductsAndPuts(const Schedule& schedule) {
   return text;
 }
 
-TEST(OverlapFirstGemmPutsBehindTheNextProduct) {
+TEST(OverlapFirstGemmPutsAfterTheNextProduct) {
   const auto order = [](Variant variant) {
     return ProductsAndPuts(MakeSchedule(CollectiveKind::kMatmulReduceScatter,
                                         Method::kPipeline, 0, 3, 2, variant));
@@ -149,7 +149,7 @@ TEST(OneRankSendsNothing) {
   });
 }
 
-TEST(PiecesCoverAllRowsOnce) {
+TEST(SplitsCoverAllRowsOnce) {
   for (int64_t num_rows : {0, 1, 7, 64, 1000}) {
     for (int num_ranks : {1, 3, 16}) {
       for (int num_splits : {1, 4, 9}) {
@@ -268,7 +268,7 @@ TEST(AWrongPeerIsNoticed) {
   CHECK(!CheckCalls({ranks}).empty());
 }
 
-TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
+TEST(AWaitForALaterPutOnBothSidesIsACycle) {
   // Both ranks wait before they put, so each put of a rank follows its wait for the
   // other.
   RankSchedules ranks =

@@ -183,7 +183,7 @@ TEST(SlotsThatDoNotFitAreRefused) {
   CHECK_EQ(processes.Join()[0], "");
 }
 
-TEST(LongAnnouncementsAreCut) {
+TEST(LongSignaturesAreTruncated) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
@@ -194,7 +194,7 @@ TEST(LongAnnouncementsAreCut) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
-TEST(TwoJobsOfOneNameDoNotMeet) {
+TEST(TwoJobsOfOneNameDoNotConnect) {
   Bulletin bulletins[2];
   Processes processes(4, [&](int process) {
     const int job = process / 2;

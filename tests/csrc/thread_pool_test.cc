@@ -72,9 +72,9 @@ void RunAndWait(ThreadPool& pool, const std::shared_ptr<CountedJob>& job) {
 
 // A barrier of `count` threads. It is shared, because the last thread to leave is
 // unknown.
-class Meeting {
+class Barrier {
  public:
-  explicit Meeting(int count) : left_(count) {}
+  explicit Barrier(int count) : left_(count) {}
   void Join() {
     std::unique_lock lock(mutex_);
     if (--left_ == 0) all_here_.notify_all();
@@ -87,7 +87,7 @@ class Meeting {
   int left_;
 };
 
-TEST(EveryUnitRunsOnceWhoeverJoins) {
+TEST(EveryUnitRunsOnceOnAnyThread) {
   ThreadPool& pool = NewPool(3);
   for (int64_t num_units : {1, 2, 7, 1000}) {
     auto job = std::make_shared<CountedJob>(num_units);
@@ -97,7 +97,7 @@ TEST(EveryUnitRunsOnceWhoeverJoins) {
   }
 }
 
-TEST(UnitsMayRunOutWhileAThreadComesForThem) {
+TEST(UnitsMayRunOutWhileAThreadWakes) {
   ThreadPool& pool = NewPool(3);
   for (int i = 0; i < 20000; ++i) {
     auto job = std::make_shared<CountedJob>(3);
@@ -149,35 +149,35 @@ TEST(NoMoreThreadsComputeThanAllowed) {
   CHECK(most_busy.load() <= 2);
 }
 
-TEST(ManyRunsThatWaitForEachOtherAllRun) {
+TEST(ManyTasksThatWaitForEachOtherAllRun) {
   ThreadPool& pool = NewPool(1);
   constexpr int kNumRuns = 40;
-  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  const auto barrier = std::make_shared<Barrier>(kNumRuns + 1);
   for (int i = 0; i < kNumRuns; ++i)
-    pool.SubmitBlocking([meeting] { meeting->Join(); });
-  meeting->Join();
+    pool.SubmitBlocking([barrier] { barrier->Join(); });
+  barrier->Join();
   CHECK(true);
 }
 
-TEST(RunsStartWhileEveryThreadComputes) {
+TEST(BlockingTasksStartWhileEveryThreadComputes) {
   ThreadPool& pool = NewPool(1);
-  const auto meeting = std::make_shared<Meeting>(3);
+  const auto barrier = std::make_shared<Barrier>(3);
   std::thread waiting(
-      [&] { pool.ParallelFor(1, [&](int64_t, Scratch&) { meeting->Join(); }); });
-  pool.SubmitBlocking([meeting] { meeting->Join(); });
-  meeting->Join();
+      [&] { pool.ParallelFor(1, [&](int64_t, Scratch&) { barrier->Join(); }); });
+  pool.SubmitBlocking([barrier] { barrier->Join(); });
+  barrier->Join();
   waiting.join();
   CHECK(true);
 }
 
-TEST(AJobIsDoneWhileRunsBlock) {
+TEST(AJobIsDoneWhileTasksBlock) {
   ThreadPool& pool = NewPool(2);
-  const auto meeting = std::make_shared<Meeting>(5);
-  for (int i = 0; i < 4; ++i) pool.SubmitBlocking([meeting] { meeting->Join(); });
+  const auto barrier = std::make_shared<Barrier>(5);
+  for (int i = 0; i < 4; ++i) pool.SubmitBlocking([barrier] { barrier->Join(); });
   auto job = std::make_shared<CountedJob>(100);
   RunAndWait(pool, job);
   CHECK(job->EveryUnitRanOnce());
-  meeting->Join();
+  barrier->Join();
 }
 
 TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
@@ -195,7 +195,7 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
   CHECK_THROWS(inline_job->Wait(), "unit failed");
 }
 
-TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
+TEST(IfNoThreadStartsTheOthersDoTheWork) {
   ThreadPool& pool = NewPool(4);
   {
     const NoThreadStarts limit;
@@ -203,7 +203,7 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
     RunAndWait(pool, job);
     CHECK(job->EveryUnitRanOnce());
     constexpr int kNumRuns = 10;
-    const auto all_ran = std::make_shared<Meeting>(2);
+    const auto all_ran = std::make_shared<Barrier>(2);
     const auto num_runs = std::make_shared<std::atomic<int>>(0);
     for (int i = 0; i < kNumRuns; ++i) {
       pool.SubmitBlocking([all_ran, num_runs] {
@@ -215,10 +215,10 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
   // Threads that did not start are not counted, so the thread pool grows as soon as it
   // can.
   constexpr int kNumRuns = 10;
-  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  const auto barrier = std::make_shared<Barrier>(kNumRuns + 1);
   for (int i = 0; i < kNumRuns; ++i)
-    pool.SubmitBlocking([meeting] { meeting->Join(); });
-  meeting->Join();
+    pool.SubmitBlocking([barrier] { barrier->Join(); });
+  barrier->Join();
 }
 
 std::shared_ptr<ParallelJob> OneUnit(std::function<void()> unit) {
@@ -226,7 +226,7 @@ std::shared_ptr<ParallelJob> OneUnit(std::function<void()> unit) {
       1, [unit = std::move(unit)](int64_t, Scratch&) { unit(); });
 }
 
-TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
+TEST(IfNoThreadStartsAThreadThatLeavesAJobRunsTheNext) {
   ThreadPool& pool = NewPool(1);
   const NoThreadStarts limit;
   const auto is_posted = std::make_shared<std::latch>(1);
@@ -243,7 +243,7 @@ TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
   CHECK(waited_for->EveryUnitRanOnce());
 }
 
-TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
+TEST(IfNoThreadStartsAJobRunsBeforeATaskThatWaitsForIt) {
   ThreadPool& pool = NewPool(1);
   const NoThreadStarts limit;
   struct Stage {
@@ -271,7 +271,7 @@ TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
         std::future_status::ready);
 }
 
-TEST(ACrewWithoutAThreadIsNone) {
+TEST(APoolWithoutAThreadIsAnError) {
   const NoThreadStarts limit;
   CHECK_THROWS(NewPool(1), "is the limit of threads reached (ulimit -u,");
 }

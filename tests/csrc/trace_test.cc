@@ -121,7 +121,7 @@ TEST(ARankDoesWhatItsScheduleSays) {
   }
 }
 
-TEST(UnitsOfAProductLieWithinItsStep) {
+TEST(UnitsOfAProductAreWithinItsStep) {
   const Trace trace = TraceOf(Op::kAllGatherMatmul, Method::kRingExchange);
   for (int rank = 0; rank < kRanks; ++rank) {
     const std::vector<TraceEvent> units = EventsOf(trace, TraceKind::kUnit, rank);
@@ -222,7 +222,7 @@ TEST(AFullBufferCountsWhatItDrops) {
   CHECK_EQ(trace.threads[0].num_dropped, int64_t{7});
 }
 
-TEST(WhereThereIsNotSoMuchRoomAllIsDroppedAndCounted) {
+TEST(WithoutMemoryAllEventsAreDroppedAndCounted) {
   Tracer tracer;
   for (const int64_t room : {std::numeric_limits<int64_t>::max(), int64_t{1}}) {
     tracer.Start(room);
@@ -243,7 +243,7 @@ int64_t ResidentBytes() {
   return resident_pages * sysconf(_SC_PAGESIZE);
 }
 
-TEST(MemoryIsTakenAsEventsCome) {
+TEST(MemoryIsAllocatedAsEventsAreRecorded) {
   constexpr int64_t kManyEvents = 1 << 22;
   constexpr int64_t kReservedBytes = kManyEvents * sizeof(TraceEvent);
   Tracer tracer;
@@ -305,7 +305,7 @@ TEST(ThreadsBeyondTheTableAreCounted) {
   CHECK_EQ(trace.threads.back().num_dropped, int64_t{2});
 }
 
-TEST(StartForgetsWhatWasThere) {
+TEST(StartClearsEarlierEvents) {
   Tracer tracer;
   for (int16_t round = 0; round < 3; ++round) {
     tracer.Start(5 + round);

@@ -133,14 +133,14 @@ TEST(RowsArrivePacked) {
   CHECK_EQ(std::memcmp(communicator.rank(1).slot(0), "abcdef", 6), 0);
 }
 
-TEST(APieceThatDoesNotFitIsRefused) {
+TEST(ASplitThatDoesNotFitIsRejected) {
   InProcessCommunicator communicator(2, 1, 64);
   std::vector<std::byte> data(65);
   CHECK_THROWS(communicator.rank(0).Write(1, 0, {data.data(), 1, 65, 65}),
                "65 bytes does not fit into a slot of 64");
 }
 
-TEST(APeerThatNeverComesIsNamedAtTheDeadline) {
+TEST(AMissingPeerIsNamedAtTheDeadline) {
   InProcessCommunicator communicator(3, 2, 8);
   const auto begin = std::chrono::steady_clock::now();
   CHECK_THROWS(communicator.rank(2).Wait(1, 0, Reason(7, 0.05)),
@@ -160,7 +160,7 @@ TEST(ASlotThatIsNeverReleasedIsNamedAtTheDeadline) {
                "waited 0.05 s for rank 1 to release the slot of chunk 3");
 }
 
-TEST(PoisonWakesEverybodyWithTheFirstReason) {
+TEST(PoisonWakesAllWaitsWithTheFirstReason) {
   constexpr int kNumRanks = 5;
   InProcessCommunicator communicator(kNumRanks, 1, 8);
   const auto begin = std::chrono::steady_clock::now();

@@ -12,7 +12,7 @@ namespace {
 
 // Returns the number of columns of a work unit, whose sums fit into the L1 cache. If
 // possible, each worker gets several units, which balances the load.
-int64_t StripColumns(int64_t n, int num_workers) {
+int64_t BlockColumns(int64_t n, int num_workers) {
   const int64_t even = num_workers <= 1 ? n : CeilDiv(n, 4 * num_workers);
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
 }
@@ -46,7 +46,7 @@ SmallMPlan::SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_wo
     : problem_(std::move(problem)),
       kernels_(kernels),
       c_(problem_, kernels),
-      column_block_(StripColumns(problem_.n, num_workers)) {}
+      column_block_(BlockColumns(problem_.n, num_workers)) {}
 
 int64_t SmallMPlan::num_units() const { return CeilDiv(problem_.n, column_block_); }
 

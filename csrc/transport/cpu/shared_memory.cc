@@ -18,7 +18,7 @@ SharedMapping NewMemory(const ProcessGroup& group, const Layout& layout) {
   }
 }
 
-std::vector<PeerStatus::PeerName> MembersOf(
+std::vector<PeerStatus::PeerName> PeerNamesOf(
     const ProcessGroup& group, const std::vector<ConnectedPeer>& connected_peers) {
   std::vector<PeerStatus::PeerName> members;
   for (int p = 0; p < group.num_processes(); ++p) {
@@ -75,7 +75,7 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(
     : group_(std::move(group)),
       layout_(layout),
       memories_(std::move(memories)),
-      peer_status_(MembersOf(group_, connected_peers)),
+      peer_status_(PeerNamesOf(group_, connected_peers)),
       group_control_(HeadersOf(layout_, memories_), group_.own(), peer_status_),
       areas_(group_.num_ranks()),
       ends_(group_.num_ranks()),

@@ -77,9 +77,9 @@ std::string WhyNot(const std::string& can_key,
 
 }  // namespace
 
-void AppendPart(std::string& list, const std::string& part) {
+void AppendItem(std::string& list, const std::string& item) {
   if (!list.empty()) list.push_back(',');
-  list.append(part);
+  list.append(item);
 }
 
 std::string HexOf(const void* bytes, size_t size) {

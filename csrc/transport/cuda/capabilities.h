@@ -49,8 +49,8 @@ std::string CannotKey(SharingMode mode);
 inline constexpr char kNvls[] = "nvls";
 inline constexpr char kCannotNvlsKey[] = "no nvls";
 
-// Appends `part` to a comma-separated list, such as the value of kGpusKey.
-void AppendPart(std::string& list, const std::string& part);
+// Appends `item` to a comma-separated list, such as the value of kGpusKey.
+void AppendItem(std::string& list, const std::string& item);
 
 // Returns the bytes as hexadecimal digits.
 std::string HexOf(const void* bytes, size_t size);

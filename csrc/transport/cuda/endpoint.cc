@@ -41,7 +41,7 @@ CudaEndpoint::CudaEndpoint(const Driver& driver,
     : layout_(slots_bytes),
       nvls_(nvls),
       devices_(std::make_unique<LocalDevices>(driver, ordinals)) {
-  OfferDevices(host);
+  DescribeDevices(host);
   TryVirtual();
   TryIpc();
   if (!nvls) return;
@@ -50,12 +50,12 @@ CudaEndpoint::CudaEndpoint(const Driver& driver,
       reason.empty() ? "yes" : reason;
 }
 
-void CudaEndpoint::OfferDevices(const std::string& host) {
+void CudaEndpoint::DescribeDevices(const std::string& host) {
   const Driver& driver = devices_->driver();
   capabilities_[kHostKey] = host;
   std::string& gpus = capabilities_[kGpusKey];
   for (int n = 0; n < devices_->num_ranks(); ++n) {
-    AppendPart(gpus, UuidOf(driver, devices_->context_of(n).device()));
+    AppendItem(gpus, UuidOf(driver, devices_->context_of(n).device()));
   }
   int num_visible = 0;
   Check(driver, driver.DeviceGetCount(&num_visible), "cuDeviceGetCount");
@@ -69,7 +69,7 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
       Check(driver, driver.DeviceCanAccessPeer(&can, device, peer),
             "cuDeviceCanAccessPeer");
       if (can != 0) continue;
-      AppendPart(unreachable,
+      AppendItem(unreachable,
                  UuidOf(driver, device).append(">").append(UuidOf(driver, peer)));
     }
   }

@@ -38,7 +38,7 @@ class CudaEndpoint {
 
   void TryVirtual();
   void TryIpc();
-  void OfferDevices(const std::string& host);
+  void DescribeDevices(const std::string& host);
 
   const Endpoint endpoint_;
   const HeapLayout layout_;

@@ -178,7 +178,7 @@ SetupMessage LocalHeaps::Export(SharingMode mode) const {
       size = virtual_[n].size_bytes();
       handle = ExportHandle(mode, virtual_[n].memory(), message.passed);
     }
-    AppendPart(message.text, std::to_string(size).append(":").append(handle));
+    AppendItem(message.text, std::to_string(size).append(":").append(handle));
   }
   return message;
 }

@@ -126,7 +126,7 @@ void ExpectThatAllFail(CollectiveKind kind,
   CHECK_EQ(ranks.epoch(num_ranks - 1), 1u);
 }
 
-TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
+TEST(a_missing_rank_fails_all_that_need_it) {
   for (CollectiveKind collective :
        {CollectiveKind::kAllGatherMatmul, CollectiveKind::kMatmulReduceScatter,
         CollectiveKind::kMatmulAllReduce}) {
@@ -136,7 +136,7 @@ TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
   }
 }
 
-TEST(a_rank_that_does_not_come_fails_a_reduction_by_multicast) {
+TEST(a_missing_rank_fails_a_reduction_by_multicast) {
   for (int num_ranks : {2, 3, 5}) {
     ExpectThatAllFail(CollectiveKind::kMatmulAllReduce, Method::kPipeline, num_ranks,
                       true);

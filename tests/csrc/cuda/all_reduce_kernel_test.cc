@@ -202,7 +202,7 @@ TEST(NothingIsPushedBeforeThePeerHasFreedItsSlots) {
   CHECK_EQ(ranks[1].poison.word, 1u);  // 1 + its rank
 }
 
-TEST(AnAllReduceNamesThePeerThatDoesNotCome) {
+TEST(AnAllReduceNamesAMissingPeer) {
   Ranks ranks({.num_ranks = 3, .rows = 2, .columns = 40}, 1);
   std::thread other([&, params = ranks.ParamsOf(1)] { Launch(params, 2, 32); });
   Launch(ranks.ParamsOf(0, 20'000'000), 2, 32);

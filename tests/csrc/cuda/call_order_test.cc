@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "cuda/gpu_member.h"
-#include "cuda/meeting.h"
 #include "platform/error.h"
 #include "processes.h"
 #include "transport/cuda/flag_params.h"
@@ -139,14 +139,14 @@ TEST(RanksOfOneProcessFailAndNameBothCalls) {
 
 TEST(ProcessesFailAndNameBothCalls) {
   for (const OrderCase& one : Cases()) {
-    Meeting meeting;
+    AddressExchange addresses;
     std::vector<int> process_of_rank;
     for (const auto& order : one.orders) {
       process_of_rank.push_back(static_cast<int>(process_of_rank.size()));
       static_cast<void>(order);
     }
     Processes processes = RunOnGpus(
-        meeting, {process_of_rank}, {.seed = 5, .max_delay_us = 50},
+        addresses, {process_of_rank}, {.seed = 5, .max_delay_us = 50},
         [&](GpuMember& member) {
           Gpus& gpus = member.gpus();
           const int num_ranks = static_cast<int>(one.orders.size());

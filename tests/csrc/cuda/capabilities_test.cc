@@ -26,7 +26,7 @@ Capabilities Without(Capabilities capabilities,
   return capabilities;
 }
 
-TEST(TheBestWayThatAllOfferComesFirst) {
+TEST(TheBestSharingModeOfAllProcessesIsFirst) {
   std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
                                                  {1, CapabilitiesOf("y")}};
   const SharingDecision all = Agree({0, 1}, capabilities_of);
@@ -43,7 +43,7 @@ TEST(TheBestWayThatAllOfferComesFirst) {
   CHECK_EQ(WhyNotConnected({0, 1}, capabilities_of), "");
 }
 
-TEST(OnlyStepsBeforeTheWayThatWasTakenCount) {
+TEST(OnlyFallbacksBeforeTheChosenModeCount) {
   std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
                                                  {1, CapabilitiesOf("y")}};
   capabilities_of[0] = Without(capabilities_of[0], SharingMode::kFabric, "no channel");
@@ -55,7 +55,7 @@ TEST(OnlyStepsBeforeTheWayThatWasTakenCount) {
         std::vector<SharingFallback>({failed[0], {"fabric", "process 0: no channel"}}));
 }
 
-TEST(WithoutAWayAllReasonsAreNamed) {
+TEST(WithoutASharingModeAllReasonsAreNamed) {
   std::map<int, Capabilities> capabilities_of = {{0, CapabilitiesOf("x")},
                                                  {3, CapabilitiesOf("y")}};
   capabilities_of[3] = Without(capabilities_of[3], SharingMode::kVmm, "no descriptors");
@@ -96,7 +96,7 @@ TEST(GpusThatCannotReachEachOtherAreNamedByTheirRanks) {
       "(cuDeviceCanAccessPeer): there is no NVLink or PCIe peer-to-peer between them");
 }
 
-TEST(AProcessThatOffersNothingIsNamed) {
+TEST(AProcessWithoutCapabilitiesIsNamed) {
   CHECK_EQ(WhyNotConnected({0, 1}, {{0, CapabilitiesOf("x")}}),
            "process 1 offers nothing");
 }

@@ -108,7 +108,7 @@ TEST(WithoutVirtualMemoryDevicesReachWhatOthersAllocated) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(DevicesThatCannotReachEachOtherAreNamed) {
+TEST(DevicesThatCannotAccessEachOtherAreNamed) {
   EmulatedMachine machine({.num_devices = 3, .without_peer_access = {{1, 2}}});
   CHECK_THROWS(
       MakeOn(Ordinals(3)),

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/exchange.h"
-#include "cuda/meeting.h"
 #include "platform/error.h"
 #include "processes.h"
 #include "transport/cuda/communicator.h"
@@ -17,13 +17,13 @@ namespace jax_ub {
 namespace {
 
 // Processes have one rank each, on different GPUs or on one GPU, or two ranks each.
-TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
+TEST(RanksOfSeveralProcessesShareMemoryInEachMode) {
   for (const WayCase& one : Ways()) {
     for (const std::vector<int>& of_rank :
          std::vector<std::vector<int>>{{0, 1, 2}, {0, 0, 1, 1}, {1, 0, 1}}) {
       for (const bool is_shared : {false, true}) {
         if (is_shared && of_rank.size() != 3) continue;
-        Meeting meeting;
+        AddressExchange addresses;
         const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
         Processes processes(num_processes, [&](int process) {
           EmulatedOptions options = one.options;
@@ -33,7 +33,7 @@ TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
           options.max_delay_us = 100;
           EmulatedMachine machine(options);
           {
-            const auto communicator = ConnectOn(process, meeting, {of_rank});
+            const auto communicator = ConnectOn(process, addresses, {of_rank});
             CHECK_EQ(communicator->sharing_mode(), one.mode);
             RanksOnGpus ranks(communicator);
             CHECK_EQ(ranks.NumWrongOf(10), 0);
@@ -47,15 +47,15 @@ TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
   }
 }
 
-TEST(OneProcessThatCannotTakesAllToTheNextWay) {
-  Meeting meeting;
+TEST(AModeThatOneProcessLacksFallsBackInAll) {
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedOptions options;
     options.first_device = process;
     options.has_vmm = process != 1;
     EmulatedMachine machine(options);
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
       CHECK_EQ(communicator->sharing_mode(), "ipc");
       CHECK_EQ(Describe(communicator->fallbacks()),
                "vmm: process 1: GPU 0 has no virtual memory management\n"
@@ -69,7 +69,7 @@ TEST(OneProcessThatCannotTakesAllToTheNextWay) {
 }
 
 TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedOptions options;
     options.first_device = process;
@@ -84,7 +84,7 @@ TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
       CHECK_EQ(endpoint.capabilities().at("ipc"), "yes");
     }
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1}});
       CHECK_EQ(communicator->sharing_mode(), "vmm");
       CHECK(communicator->fallbacks().empty());
     }
@@ -94,17 +94,17 @@ TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
 }
 
 // Covers failures that appear only when memory is mapped.
-TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
+TEST(AModeThatFailsInOneProcessFallsBackInAll) {
   for (const char* function : {"MemImportFromShareableHandle", "MemMap", "MemSetAccess",
                                "MemAddressReserve"}) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(3, [&](int process) {
       EmulatedMachine machine({.first_device = process});
       // Except for imports, the first call is for the heap of this process.
       const bool is_import = std::string(function) == "MemImportFromShareableHandle";
       if (process == 2) machine.Fail(function, CUDA_ERROR_UNKNOWN, is_import ? 1 : 2);
       {
-        const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+        const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
         CHECK_EQ(communicator->sharing_mode(), "ipc");
         CHECK_EQ(communicator->fallbacks().size(), 2u);
         CHECK(communicator->fallbacks()[0].reason.starts_with(
@@ -118,8 +118,8 @@ TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
   }
 }
 
-TEST(WithoutAnyWayAllAreToldTheSame) {
-  Meeting meeting;
+TEST(WithoutASharingModeAllProcessesFailAlike) {
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     const auto num_files = [] {
@@ -132,7 +132,7 @@ TEST(WithoutAnyWayAllAreToldTheSame) {
     if (process == 1) machine.Fail("IpcOpenMemHandle", CUDA_ERROR_NOT_PERMITTED, 0);
     std::string text;
     try {
-      ConnectOn(process, meeting, {{0, 1, 2}});
+      ConnectOn(process, addresses, {{0, 1, 2}});
     } catch (const UnsupportedError& error) {
       text = error.what();
     }
@@ -148,8 +148,8 @@ TEST(WithoutAnyWayAllAreToldTheSame) {
   CheckAllWell(processes);
 }
 
-TEST(AProcessWithoutRoomEndsAllAtOnce) {
-  Meeting meeting;
+TEST(AProcessOutOfMemoryFailsAllAtOnce) {
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     // In mode ipc, the heap is allocated only after the mode has been selected.
     EmulatedMachine machine({.first_device = process});
@@ -157,7 +157,7 @@ TEST(AProcessWithoutRoomEndsAllAtOnce) {
       machine.Fail("MemImportFromShareableHandle", CUDA_ERROR_UNKNOWN, 0);
     if (process == 1) machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY, 2);
     AtOnce([&] {
-      ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 60});
+      ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .timeout_s = 60});
     });
   });
   for (const std::string& text : processes.Join()) {
@@ -166,12 +166,12 @@ TEST(AProcessWithoutRoomEndsAllAtOnce) {
   }
 }
 
-TEST(ProcessesThatWantDifferentHeapsAreToldBoth) {
-  Meeting meeting;
+TEST(ProcessesWithDifferentHeapSizesNameBoth) {
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     AtOnce([&] {
-      ConnectOn(process, meeting,
+      ConnectOn(process, addresses,
                 {.process_of_rank = {0, 1},
                  .slots_bytes = 4096 * (process + 1),
                  .timeout_s = 60});
@@ -186,7 +186,7 @@ TEST(ProcessesThatWantDifferentHeapsAreToldBoth) {
 // Processes on different hosts exchange data only during setup; there is no connection
 // between them.
 TEST(HostsShareByFabricHandles) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedOptions options;
     options.first_device = process;
@@ -194,34 +194,34 @@ TEST(HostsShareByFabricHandles) {
     EmulatedMachine machine(options);
     {
       const auto communicator = ConnectOn(
-          process, meeting,
+          process, addresses,
           {.process_of_rank = {0, 1, 2}, .host = process == 2 ? "there" : "here"});
       CHECK_EQ(communicator->sharing_mode(), "fabric");
       CHECK_EQ(Describe(communicator->fallbacks()), "vmm: its ranks span 2 hosts\n");
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(5), 0);
       // The other host sends no notice when it closes.
-      ++meeting.bulletin.word();
-      meeting.bulletin.WaitForWord(3);
+      ++addresses.bulletin.word();
+      addresses.bulletin.WaitForWord(3);
     }
     CHECK_EQ(machine.Complaints(), "");
   });
   CheckAllWell(processes);
 }
 
-TEST(WhoPassesNonsenseIsNamedWithIt) {
+TEST(AProcessThatPassesInvalidDataIsNamed) {
   for (const auto& [nonsense, said] : std::vector<std::pair<std::string, std::string>>{
            {"x:00", "'x:00' as a heap, which is no size, colon and handle"},
            {"17", "'17' as a heap, which is no size, colon and handle"},
            {"17:00", "a heap of 17 bytes, not "},
            {"1000000000:zz", "'zz' as a handle, which is not that of 64 bytes"}}) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(3, [&, &nonsense = nonsense](int process) {
       EmulatedOptions options;
       options.first_device = process;
       options.has_fabric = true;
       EmulatedMachine machine(options);
-      ConnectOn(process, meeting,
+      ConnectOn(process, addresses,
                 {.process_of_rank = {0, 1, 2},
                  .host = process == 2 ? "there" : "here",
                  .fabric = process == 2 ? nonsense : ""});
@@ -235,7 +235,7 @@ TEST(WhoPassesNonsenseIsNamedWithIt) {
 
 TEST(NothingIsLeftAfterManyCyclesOfSeveralProcesses) {
   constexpr int kNumCycles = 100;
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     const auto count = [](const char* folder) {
@@ -246,7 +246,7 @@ TEST(NothingIsLeftAfterManyCyclesOfSeveralProcesses) {
     for (int round = 1; round <= kNumCycles; ++round) {
       {
         const auto communicator =
-            ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .round = round});
+            ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .round = round});
         if (round % 10 == 1) {
           RanksOnGpus ranks(communicator);
           CHECK_EQ(ranks.NumWrongOf(1), 0);

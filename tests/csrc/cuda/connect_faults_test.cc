@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/exchange.h"
-#include "cuda/meeting.h"
 #include "platform/error.h"
 #include "processes.h"
 #include "transport/cuda/communicator.h"
@@ -21,7 +21,7 @@ namespace {
 
 // The process ends inside a driver call while memory is being shared.
 TEST(AProcessThatDiesWhileItSharesIsNamedAtOnce) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     Driver driver = EmulatedDriver();
@@ -33,7 +33,7 @@ TEST(AProcessThatDiesWhileItSharesIsNamedAtOnce) {
       };
     }
     AtOnce([&] {
-      ConnectOn(process, meeting,
+      ConnectOn(process, addresses,
                 {.process_of_rank = {0, 1, 2}, .timeout_s = 60, .driver = &driver});
     });
   });
@@ -45,7 +45,7 @@ TEST(AProcessThatDiesWhileItSharesIsNamedAtOnce) {
 }
 
 TEST(APeerThatDoesNotShareIsNamedAtTheDeadline) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     Driver driver = EmulatedDriver();
@@ -56,14 +56,14 @@ TEST(APeerThatDoesNotShareIsNamedAtTheDeadline) {
       };
     }
     try {
-      ConnectOn(process, meeting,
+      ConnectOn(process, addresses,
                 {.process_of_rank = {0, 1}, .timeout_s = 2, .driver = &driver});
     } catch (...) {
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       throw;
     }
   });
-  meeting.bulletin.WaitForWord(1);
+  addresses.bulletin.WaitForWord(1);
   processes.Signal(1, SIGKILL);
   const std::string text = processes.Join()[0];
   CHECK(Contains(
@@ -72,26 +72,26 @@ TEST(APeerThatDoesNotShareIsNamedAtTheDeadline) {
 
 TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
   for (const WayCase& one : Ways()) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(3, [&](int process) {
       EmulatedOptions options = one.options;
       options.first_device = process;
       EmulatedMachine machine(options);
-      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(2), 0);
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       if (process == 1) Hang();
       ranks.Enqueue(3);
-      meeting.bulletin.WaitForWord(4);  // process 1 is dead
+      addresses.bulletin.WaitForWord(4);  // process 1 is dead
       AtOnce([&] {
         CHECK(ranks[0].IsFilledWithNan());
         throw CommunicatorError(WithLabel(*communicator));
       });
     });
-    meeting.bulletin.WaitForWord(3);
+    addresses.bulletin.WaitForWord(3);
     processes.Signal(1, SIGKILL);
-    ++meeting.bulletin.word();
+    ++addresses.bulletin.word();
     const std::vector<std::string> texts = processes.Join();
     for (const int p : {0, 2}) {
       CHECK_EQ(texts[p], "CommunicatorError: jax_ub.tp: " +
@@ -103,17 +103,17 @@ TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
 // Process 0 detects the death of process 2 before process 1 does, and its device
 // notifies the device of process 1.
 TEST(ADeathThatIsNoticedLateIsTheReasonOfANotifiedRank) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedMachine machine({.first_device = process});
-    const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+    const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
     if (process == 1) Notify(*communicator, 1, 0);
-    ++meeting.bulletin.word();
+    ++addresses.bulletin.word();
     if (process == 2) Hang();
     if (process == 1) throw CommunicatorError(check::TextOf(communicator->failure()));
     throw CommunicatorError(WithLabel(*communicator));
   });
-  meeting.bulletin.WaitForWord(3);
+  addresses.bulletin.WaitForWord(3);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   processes.Signal(2, SIGKILL);
   const std::vector<std::string> texts = processes.Join();
@@ -124,55 +124,55 @@ TEST(ADeathThatIsNoticedLateIsTheReasonOfANotifiedRank) {
 }
 
 TEST(PoisonReachesAllProcessesWithItsReason) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
       RanksOnGpus ranks(communicator);
-      meeting.bulletin.WaitForWord(1);  // the pid of process 1
+      addresses.bulletin.WaitForWord(1);  // the pid of process 1
       if (process == 1) {
         communicator->Poison(std::make_exception_ptr(Error("boom")));
         CHECK_EQ(WithLabel(*communicator), "boom");
       } else {
         ranks.Enqueue(1);
         CHECK(ranks[0].IsFilledWithNan());
-        CHECK_EQ(WithLabel(*communicator),
-                 "CommunicatorError: jax_ub.tp: " + NameOf(1, meeting.bulletin.word()) +
-                     " failed: boom");
+        CHECK_EQ(WithLabel(*communicator), "CommunicatorError: jax_ub.tp: " +
+                                               NameOf(1, addresses.bulletin.word()) +
+                                               " failed: boom");
       }
     }
     CHECK_EQ(machine.Complaints(), "");
   });
-  meeting.bulletin.word() = processes.pid(1);
+  addresses.bulletin.word() = processes.pid(1);
   CheckAllWell(processes);
 }
 
 // The rank that reached its deadline reports it; the others are first notified by their
 // devices, and then receive the reason.
 TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(3, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
       RanksOnGpus ranks(communicator);
       if (process == 0) {
         ranks.Enqueue(1, 0.1);
         CHECK(ranks[0].IsFilledWithNan());
-        ++meeting.bulletin.word();
+        ++addresses.bulletin.word();
       } else if (process == 1) {
         ranks.Enqueue(1);
-        meeting.bulletin.WaitForWord(1);
+        addresses.bulletin.WaitForWord(1);
         CHECK(ranks[0].IsFilledWithNan());
         // The peer's host has not read the error record yet.
         const std::string text = check::TextOf(communicator->failure());
         CHECK(Contains(text,
                        "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "));
         CHECK(Contains(text, " failed and notified rank 1 ("));
-        ++meeting.bulletin.word();
+        ++addresses.bulletin.word();
       }
-      meeting.bulletin.WaitForWord(2);
+      addresses.bulletin.WaitForWord(2);
       const std::string text = WithLabel(*communicator);
       CHECK(
           text.starts_with("CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "
@@ -192,11 +192,11 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
 }
 
 TEST(ADeadlineThatNoCallReportsIsSentWhenItsProcessCloses) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1}});
       RanksOnGpus ranks(communicator);
       if (process == 0) {
         ranks.Enqueue(1, 0.1);
@@ -216,7 +216,7 @@ TEST(ADeadlineThatNoCallReportsIsSentWhenItsProcessCloses) {
 // A process that closes first waits until the others no longer use its memory.
 TEST(ClosingWaitsForAllPeers) {
   for (const WayCase& one : Ways()) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(3, [&](int process) {
       EmulatedOptions options = one.options;
       options.first_device = process;
@@ -224,15 +224,15 @@ TEST(ClosingWaitsForAllPeers) {
       options.seed = process + 9;
       EmulatedMachine machine(options);
       {
-        const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+        const auto communicator = ConnectOn(process, addresses, {{0, 1, 2}});
         RanksOnGpus ranks(communicator);
         if (process == 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
         ranks.Enqueue(1);
         const int late = process == 1 ? 1 : 0;
         if (late) std::this_thread::sleep_for(std::chrono::milliseconds(200));
-        meeting.bulletin.word() += late;
+        addresses.bulletin.word() += late;
         communicator->Close();
-        CHECK_EQ(meeting.bulletin.word().load(), 1);
+        CHECK_EQ(addresses.bulletin.word().load(), 1);
         CHECK_EQ(ranks.NumWrong(1), 0);
       }
       CHECK_EQ(machine.Complaints(), "");
@@ -242,11 +242,11 @@ TEST(ClosingWaitsForAllPeers) {
 }
 
 TEST(AClosedPeerIsNoFailureButNoMoreCalls) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     {
-      const auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      const auto communicator = ConnectOn(process, addresses, {{0, 1}});
       if (process == 0) {
         communicator->Close();
       } else {
@@ -270,39 +270,39 @@ TEST(AClosedPeerIsNoFailureButNoMoreCalls) {
   CheckAllWell(processes);
 }
 
-TEST(ClosingDoesNotWaitForTheDeadAndForTheStoppedNotForEver) {
+TEST(ClosingWaitsNotForDeadAndBrieflyForStoppedProcesses) {
   for (const int signal : {SIGKILL, SIGSTOP}) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(2, [&](int process) {
       EmulatedMachine machine({.first_device = process});
       // The others wait only for the stopped process.
       auto communicator = ConnectOn(
-          process, meeting,
+          process, addresses,
           {.process_of_rank = {0, 1}, .timeout_s = signal == SIGSTOP ? 2.0 : 60.0});
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       if (process == 1) Hang();
-      meeting.bulletin.WaitForWord(3);
+      addresses.bulletin.WaitForWord(3);
       AtOnce([&] { communicator->Close(); });
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       communicator.reset();
       CHECK_EQ(machine.Complaints(), "");
     });
-    meeting.bulletin.WaitForWord(2);
+    addresses.bulletin.WaitForWord(2);
     processes.Signal(1, signal);
-    ++meeting.bulletin.word();
-    meeting.bulletin.WaitForWord(4);  // process 0 has closed
+    ++addresses.bulletin.word();
+    addresses.bulletin.WaitForWord(4);  // process 0 has closed
     processes.Signal(1, SIGKILL);
     CHECK_EQ(processes.Join()[0], "");
   }
 }
 
 // A forked child does not affect its parent's communicator.
-TEST(AForkedChildHarmsNobody) {
-  Meeting meeting;
+TEST(AForkedChildDoesNotAffectItsParent) {
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     {
-      auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      auto communicator = ConnectOn(process, addresses, {{0, 1}});
       if (process == 0) {
         const pid_t child = fork();
         if (child == 0) {

@@ -38,7 +38,7 @@ TEST(versions_12_and_13_are_read) {
       "/there/libcublasLt.so is cuBLASLt version 111103, jax_ub needs 12 or 13");
 }
 
-TEST(every_function_is_needed_and_has_its_own_place) {
+TEST(every_function_is_required_and_has_a_separate_entry) {
   const std::vector<std::string> names = {"GetVersion",
                                           "GetStatusName",
                                           "Create",
@@ -64,7 +64,7 @@ TEST(every_function_is_needed_and_has_its_own_place) {
   CHECK(address(fake.MatmulDescDestroy) != address(fake.MatrixLayoutDestroy));
 }
 
-TEST(a_library_that_is_nowhere_is_an_error_that_says_where_it_was_sought) {
+TEST(a_missing_library_is_an_error_with_the_searched_paths) {
   const std::vector<std::string> directories = {"/nowhere/lib"};
   try {
     // The machine may have a cuBLASLt library.

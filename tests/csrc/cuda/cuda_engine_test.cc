@@ -23,7 +23,7 @@ namespace {
 using jax_ub_test::Sizes;
 
 // An initialized call creates no memory, stream, event or module of the driver.
-TEST(ACallThatIsInitializedMakesNothing) {
+TEST(AnInitializedCallAllocatesNothing) {
   Gpus gpus({.num_devices = 3});
   const auto num_made = [&] {
     int64_t num = 0;
@@ -153,7 +153,7 @@ TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
   CHECK(pair_of({2, 8, 8, 3}) == (std::array<int64_t, 3>{2, 2, 8}));
 }
 
-TEST(GroupsOfASiteDoNotMix) {
+TEST(GroupsOfACallSiteDoNotMix) {
   Gpus gpus({.num_devices = 4, .seed = 1, .max_delay_us = 30});
   const CallAttributes at =
       MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
@@ -192,7 +192,7 @@ TEST(AResidualGradientIsAddedToInPlace) {
 }
 
 // The option also applies to GEMMs that do not run concurrently with communication.
-TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
+TEST(ALocalProductUsesTheGivenAlgorithm) {
   Gpus gpus({.num_devices = 1});
   for (const Op op : {Op::kMatmul, Op::kWgrad}) {
     for (const int algorithm : {0, 1, 2, 7}) {
@@ -208,7 +208,7 @@ TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
 }
 
 // XLA's dynamic slice fusion can make both the same slice of an array.
-TEST(AResultWhereAnOperandLiesIsRefused) {
+TEST(AResultInTheMemoryOfAnOperandIsRejected) {
   Gpus gpus({.num_devices = 1});
   CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
   at.has_residual = true;
@@ -256,7 +256,7 @@ TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
 }
 
 // Freeing the heap waits for device 1, which waits for a call of device 2.
-TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
+TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsFreed) {
   Gpus gpus({.num_devices = 3}, 20);
   const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
   {
@@ -304,7 +304,7 @@ TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
 }
 
 // Rank 1 arrives only after rank 0 has reached its deadline.
-TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
+TEST(AMissingRankIsNamedAndFillsTheResultsWithNan) {
   Gpus gpus({.num_devices = 2}, 0.05);
   const CallAttributes at =
       MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
@@ -330,7 +330,7 @@ TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   CHECK_THROWS(calls.Initialize(0), text);
 }
 
-TEST(WhateverTheDriverRefusesOneRankTheOthersAreTold) {
+TEST(AFailureOfTheDriverOnOneRankFailsTheOthers) {
   const CallAttributes at =
       MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
   for (const char* function : {"StreamIsCapturing", "EventRecord", "StreamWaitEvent",

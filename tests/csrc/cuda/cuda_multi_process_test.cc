@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "cuda/gpu_member.h"
-#include "cuda/meeting.h"
 #include "processes.h"
 
 namespace jax_ub {
@@ -23,9 +23,9 @@ void EveryOp(const std::vector<int>& process_of_rank,
   if (process_of_rank.size() > kMaxTestRanks) return;
   options.seed = 3;
   options.max_delay_us = 30;
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes =
-      RunOnGpus(meeting, {process_of_rank}, options, [&](GpuMember& member) {
+      RunOnGpus(addresses, {process_of_rank}, options, [&](GpuMember& member) {
         const int num_ranks = static_cast<int>(process_of_rank.size());
         const std::vector<CallAttributes> sites = CallsOfPeers(num_ranks);
         for (size_t n = first; n < sites.size(); n += stride) {
@@ -45,21 +45,21 @@ void EveryOp(const std::vector<int>& process_of_rank,
 
 // Process 1 has no memory left for the kernels.
 TEST(AProcessWhoseDeviceCannotBeUsedFailsTheOthersAtOnce) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     Gpus gpus({.num_devices = 1, .first_device = process});
     gpus.engine().set_local_devices({{0, process}});
     auto communicator =
-        ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 60});
+        ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .timeout_s = 60});
     if (process == 1) {
       gpus.machine.Fail("LibraryLoadData", CUDA_ERROR_OUT_OF_MEMORY);
       CHECK_THROWS(gpus.engine().Join(communicator, {0, 1}), "cuLibraryLoadData");
       AtOnce([&] { communicator.reset(); });
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       return;
     }
     gpus.engine().Join(communicator, {0, 1});
-    meeting.bulletin.WaitForWord(1);
+    addresses.bulletin.WaitForWord(1);
     CHECK_THROWS(communicator->ThrowIfFailed(), "cuLibraryLoadData");
     gpus.engine().Leave(communicator);
   });
@@ -82,15 +82,15 @@ TEST(EveryOpByEveryMethodIsExactWithSeveralRanksAProcess) {
   EveryOp({0, 1, 0, 1});
   EveryOp({0, 0, 0, 0, 1, 1, 1, 1}, 5);
 }
-TEST(EveryOpByEveryMethodIsExactInEachWayOfSharing) {
+TEST(EveryOpByEveryMethodIsExactInEachSharingMode) {
   for (const WayCase& one : Ways()) EveryOp({1, 0, 1}, 2, 0, one.options);
 }
 
 void InAnyOrder(const std::vector<int>& process_of_rank) {
   if (process_of_rank.size() > kMaxTestRanks) return;
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes = RunOnGpus(
-      meeting, {process_of_rank}, {.seed = 7, .max_delay_us = 100},
+      addresses, {process_of_rank}, {.seed = 7, .max_delay_us = 100},
       [&](GpuMember& member) {
         CheckInAnyOrder(member.gpus(), static_cast<int>(process_of_rank.size()),
                         member.placement(), 11);

@@ -173,7 +173,7 @@ TEST(AnAlgorithmsFirstMatmulLoadsItsKernels) {
            "cublasLtMatmul loads lazily while a peer may spin");
 }
 
-TEST(MatmulsComeInTheOrderOfTheirStreamAndAreCaptured) {
+TEST(MatmulsRunInTheOrderOfTheirStreamAndAreCaptured) {
   EmulatedMachine machine({.max_delay_us = 500});
   const Gpu gpu;
   Product product({.operands = DType::kF32, .results = DType::kF32});

@@ -309,7 +309,7 @@ TEST(ACaptureEndsWhereItBegan) {
            CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 }
 
-TEST(TheLegacyStreamIsNotCapturedByTheWay) {
+TEST(TheLegacyStreamIsNotCapturedImplicitly) {
   EmulatedMachine machine;
   const Gpu gpu;
   CUstream blocking = nullptr;

@@ -109,7 +109,7 @@ int ReceiveDescriptor(int socket) {
   return descriptor;
 }
 
-void CheckAllSaid(Processes&& processes) {
+void CheckAllPassed(Processes&& processes) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
@@ -240,7 +240,7 @@ TEST(DescriptorsShareMemoryBetweenProcesses) {
   SetupExchange& notes = SetupExchange::Make();
   int sockets[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
-  CheckAllSaid(Processes(2, [&](int process) {
+  CheckAllPassed(Processes(2, [&](int process) {
     EmulatedMachine machine({.num_devices = 2});
     {
       const Gpu gpu(process);
@@ -284,7 +284,7 @@ TEST(DescriptorsShareMemoryBetweenProcesses) {
 
 TEST(FabricHandlesShareMemoryThatOutlivesItsMaker) {
   SetupExchange& notes = SetupExchange::Make();
-  CheckAllSaid(Processes(2, [&](int process) {
+  CheckAllPassed(Processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process, .has_fabric = true});
     const Gpu gpu;
     const Stream stream(driver, 0);
@@ -314,7 +314,7 @@ TEST(FabricHandlesShareMemoryThatOutlivesItsMaker) {
 
 TEST(IpcHandlesAreForOtherProcesses) {
   SetupExchange& notes = SetupExchange::Make();
-  CheckAllSaid(Processes(2, [&](int process) {
+  CheckAllPassed(Processes(2, [&](int process) {
     EmulatedMachine machine;
     {
       const Gpu gpu;

@@ -188,7 +188,7 @@ TEST(TimeIsMeasuredBetweenEventsThatMeasureIt) {
            CUDA_ERROR_INVALID_HANDLE);
 }
 
-TEST(TheLegacyStreamComesBetweenBlockingStreams) {
+TEST(TheLegacyStreamSynchronizesBlockingStreams) {
   for (uint64_t seed = 1; seed <= 3; ++seed) {
     EmulatedMachine machine({.seed = seed, .max_delay_us = 200});
     const Gpu gpu;

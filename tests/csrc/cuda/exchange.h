@@ -65,7 +65,7 @@ class RankOnGpu {
         sums_(driver_, context_.device()),
         stream_(driver_),
         own_(driver_, kSlotBytes),
-        came_(driver_, communicator_->num_ranks() * kSlotBytes) {
+        received_(driver_, communicator_->num_ranks() * kSlotBytes) {
     scoped_.reset();
   }
   ~RankOnGpu() {
@@ -95,7 +95,7 @@ class RankOnGpu {
     for (int d = 1; d < num_ranks; ++d) {
       const int peer = (rank_ + d) % num_ranks;
       slots.Wait(peer, peer, {kExchangeLabel, peer, timeout_s});
-      const CUdeviceptr to = came_.device() + peer * kSlotBytes;
+      const CUdeviceptr to = received_.device() + peer * kSlotBytes;
       Check(driver_,
             driver_.MemcpyAsync(to, reinterpret_cast<CUdeviceptr>(slots.slot(peer)),
                                 kSlotBytes, stream_.get()),
@@ -114,7 +114,7 @@ class RankOnGpu {
     for (int peer = 0; peer < communicator_->num_ranks(); ++peer) {
       if (peer == rank_) continue;
       for (int i = 0; i < kNumWords; ++i) {
-        num_wrong += Came(peer)[i] != WordOf(peer, n, i);
+        num_wrong += Received(peer)[i] != WordOf(peer, n, i);
       }
     }
     return num_wrong;
@@ -124,7 +124,7 @@ class RankOnGpu {
     for (int peer = 0; peer < communicator_->num_ranks(); ++peer) {
       if (peer == rank_) continue;
       for (int i = 0; i < kNumWords; ++i) {
-        if (Came(peer)[i] != 0xffffffffu) return false;
+        if (Received(peer)[i] != 0xffffffffu) return false;
       }
     }
     return true;
@@ -147,8 +147,8 @@ class RankOnGpu {
     for (int i = 0; i < kNumWords; ++i) words[i] = WordOf(rank_, n, i);
     filled_ = n;
   }
-  const uint32_t* Came(int peer) {
-    return static_cast<const uint32_t*>(came_.get()) + peer * kNumWords;
+  const uint32_t* Received(int peer) {
+    return static_cast<const uint32_t*>(received_.get()) + peer * kNumWords;
   }
 
   const Driver& driver_ = EmulatedDriver();
@@ -161,7 +161,7 @@ class RankOnGpu {
   const Stream stream_;
   const HostMemory own_;
   uint32_t filled_ = 0;  // with the words of which exchange
-  const HostMemory came_;
+  const HostMemory received_;
 };
 
 // The local ranks of a communicator, with functions that exchange words between them.

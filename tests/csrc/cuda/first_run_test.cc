@@ -141,7 +141,7 @@ TEST(LaterRunsDoNotWait) {
   CheckRight(calls);
 }
 
-TEST(ADeviceThatDoesNotComeIsNamedAtTheDeadline) {
+TEST(AMissingDeviceIsNamedAtTheDeadline) {
   Gpus gpus({.num_devices = 2}, 0.2);
   GpuCalls calls(gpus, MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2),
                  {}, DType::kF32, 1);

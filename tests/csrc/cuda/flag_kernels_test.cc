@@ -242,7 +242,7 @@ TEST(a_wait_signals_first_and_then_waits_for_every_flag) {
   CHECK_EQ(own.failed, 0u);
 }
 
-TEST(a_wait_for_several_flags_names_a_peer_that_does_not_come) {
+TEST(a_wait_for_several_flags_names_a_missing_peer) {
   for (const int missing : {0, 1}) {
     Rank own(9);
     own.arrived[1 - missing] = Word(10);
@@ -281,7 +281,7 @@ TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   CHECK_EQ(third.failed, 0u);
 }
 
-TEST(a_wait_that_fails_tells_all_peers_at_once) {
+TEST(a_failed_wait_notifies_all_peers_at_once) {
   Rank own(9);
   uint64_t poisons[3] = {};
   WaitParams wait = own.Wait(own.arrived[0], 1, 0);
@@ -308,7 +308,7 @@ TEST(a_rank_that_a_peer_notifies_names_the_rank_that_failed_first_to_others) {
   CHECK_EQ(own.error.peer, 5u);
 }
 
-TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
+TEST(a_rank_that_receives_a_failure_before_its_call_ends_fails) {
   Rank own(9);
   Rank peer(9);
   own.poison = 6;
@@ -324,7 +324,7 @@ TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
   CHECK_EQ(own.error.call, 11u);
 }
 
-TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
+TEST(a_rank_that_runs_another_partition_fails_and_notifies_all_peers) {
   Rank own(9);
   uint64_t poisons[3] = {};
   uint32_t partition = 2;
@@ -354,7 +354,7 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   CHECK_EQ(own.error.partition, 1u);
 }
 
-TEST(results_are_spoilt_only_if_the_rank_failed) {
+TEST(results_are_filled_with_nan_only_if_the_rank_failed) {
   for (size_t size : {1, 15, 16, 100}) {
     for (size_t shift : {0, 3}) {
       alignas(16) uint8_t bytes[160] = {};

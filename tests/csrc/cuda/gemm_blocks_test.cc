@@ -277,7 +277,7 @@ TEST(tokens_of_several_batches_are_terms_unless_they_adjoin) {
 }
 
 // The number of products must not depend on the addresses that XLA assigns.
-TEST(single_rows_of_several_tensors_are_terms_wherever_they_lie) {
+TEST(single_rows_of_several_tensors_are_terms_at_any_address) {
   const Tensor dy = Array(2, 1, 16, 1 << 12);
   const Tensor kernels = Array(2, 16, 32, 1 << 16);
   OperandSegments a(dy.dtype);

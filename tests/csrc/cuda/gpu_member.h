@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/address_exchange.h"
 #include "cuda/cuda_calls.h"
-#include "cuda/meeting.h"
 #include "processes.h"
 
 namespace jax_ub {
@@ -19,7 +19,7 @@ namespace jax_ub {
 class GpuMember {
  public:
   GpuMember(int process,
-            Meeting& meeting,
+            AddressExchange& addresses,
             const Side& side,
             const EmulatedOptions& options)
       : process_(process), gpus_(options) {
@@ -37,7 +37,7 @@ class GpuMember {
     }
     gpus_.engine().set_nvls(side.nvls);
     gpus_.engine().set_local_devices(local_devices);
-    communicator_ = ConnectOn(process, meeting, side);
+    communicator_ = ConnectOn(process, addresses, side);
     gpus_.engine().Join(communicator_, placement_.ranks);
   }
   ~GpuMember() { gpus_.engine().Leave(communicator_); }
@@ -57,7 +57,7 @@ class GpuMember {
 };
 
 // Runs `function` in every process, each with its own emulated GPUs and random delays.
-inline Processes RunOnGpus(Meeting& meeting,
+inline Processes RunOnGpus(AddressExchange& addresses,
                            const Side& side,
                            const EmulatedOptions& options,
                            const std::function<void(GpuMember&)>& function) {
@@ -70,7 +70,7 @@ inline Processes RunOnGpus(Meeting& meeting,
     own.first_device = static_cast<int>(std::count_if(
         of_rank.begin(), of_rank.end(), [&](int p) { return p < process; }));
     own.seed += process;
-    GpuMember member(process, meeting, side, own);
+    GpuMember member(process, addresses, side, own);
     function(member);
   });
 }

@@ -177,7 +177,7 @@ struct End {
 const std::string kLabel = "call";
 const WaitReason kReason{kLabel, 9, 1.5};
 
-TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
+TEST(splits_are_copied_to_the_peers_slot_by_copy_engine) {
   End end;
   end.slots.Write(2, 3, {nullptr, 1, 32, 0});
   end.slots.Write(2, 3, {nullptr, 4, 8, 8});
@@ -197,7 +197,7 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
                "a split of 48 bytes does not fit into a slot of 40");
 }
 
-TEST(many_rows_with_gaps_go_by_sms) {
+TEST(many_rows_with_gaps_are_copied_by_a_kernel) {
   End end;
   end.slots.Write(2, 3, {nullptr, 65, 0, 24});
   CHECK(end.operations.empty());
@@ -210,7 +210,7 @@ TEST(many_rows_with_gaps_go_by_sms) {
   CHECK_EQ(ParamsOf<CopyParams>(operations[0]).num_rows, 65);
 }
 
-TEST(pieces_go_by_sms_when_copy_engines_are_not_to_be_used) {
+TEST(splits_are_copied_by_a_kernel_if_copy_engines_are_disabled) {
   End end(/*use_ce=*/false);
   end.slots.Write(0, 1, {nullptr, 2, 8, 24});
   const Operation& copy = end.operations.at(0);
@@ -276,7 +276,7 @@ TEST(signals_are_sent_with_the_next_wait) {
   CHECK_EQ(end.operations.at(4).kernel->name, kSignalKernel);
 }
 
-TEST(a_check_of_the_place_says_whose_it_is) {
+TEST(a_partition_check_names_the_rank) {
   End end;
   end.slots.CheckPartition(64, 3);
   CHECK_EQ(end.operations.size(), 1u);
@@ -379,7 +379,7 @@ TEST(an_all_reduce_by_one_kernel_exchanges_with_all_peers) {
                "partial sums of 44 bytes do not fit into a slot of 40");
 }
 
-TEST(any_number_of_results_can_be_spoilt) {
+TEST(any_number_of_results_can_be_filled_with_nan) {
   End end;
   const std::vector<NanFill::Result> results(kMaxResults + 1, {16, 4});
   end.slots.Finish(results);

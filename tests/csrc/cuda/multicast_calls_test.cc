@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "cuda/gpu_member.h"
-#include "cuda/meeting.h"
 #include "processes.h"
 
 namespace jax_ub {
@@ -123,9 +123,9 @@ TEST(SlotsAreSharedWithCallsOfAllKinds) {
 TEST(RanksOfSeveralProcessesReduceByMulticast) {
   for (const std::vector<int>& of_rank :
        std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {0, 1, 1, 0}}) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes = RunOnGpus(
-        meeting, {.process_of_rank = of_rank, .nvls = true},
+        addresses, {.process_of_rank = of_rank, .nvls = true},
         {.seed = 1, .max_delay_us = 50}, [&](GpuMember& member) {
           int seed = 0;
           ForEachReduction(static_cast<int>(of_rank.size()), [&](CallAttributes at) {
@@ -153,7 +153,7 @@ TEST(WithoutMulticastTheScheduleRuns) {
   CHECK_EQ(NumSums(gpus), 0);
 }
 
-TEST(NobodyIsAskedForMulticastUnlessItIsOn) {
+TEST(MulticastIsUsedOnlyIfItIsEnabled) {
   Gpus gpus({.num_devices = 2});
   GpuCalls calls(gpus, MakeAttributes(Op::kAllReduce, Method::kPipeline, 2), {},
                  DType::kF32, 1);
@@ -180,7 +180,7 @@ TEST(AnExportedProgramInAnotherOrderFailsByMulticastToo) {
   });
 }
 
-TEST(ARankThatDoesNotComeSpoilsTheResultsOfAll) {
+TEST(AMissingRankFillsAllResultsWithNan) {
   NvlsGpus gpus({.num_devices = 2}, 0.05);
   GpuCalls calls(gpus, MakeAttributes(Op::kMatmulAllReduce, Method::kPipeline, 2),
                  kWhole, DType::kF32, 1);

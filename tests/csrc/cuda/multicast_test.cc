@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/exchange.h"
-#include "cuda/meeting.h"
 #include "platform/error.h"
 #include "processes.h"
 #include "random_gemm.h"
@@ -126,7 +126,7 @@ TEST(RanksOfOneProcessSumByMulticast) {
   }
 }
 
-TEST(WhatOneProcessLacksIsSaid) {
+TEST(AMissingCapabilityOfOneProcessIsNamed) {
   const auto why_not = [](EmulatedOptions options, std::vector<int> ordinals,
                           const Driver& driver) {
     EmulatedMachine machine(std::move(options));
@@ -191,7 +191,7 @@ TEST(RanksOfSeveralProcessesSumByMulticast) {
   for (const EmulatedOptions& mode : {EmulatedOptions(), FabricOnly()}) {
     for (const std::vector<int>& of_rank :
          std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {1, 0, 0, 1}}) {
-      Meeting meeting;
+      AddressExchange addresses;
       const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
       Processes processes(num_processes, [&](int process) {
         EmulatedOptions options = mode;
@@ -201,7 +201,7 @@ TEST(RanksOfSeveralProcessesSumByMulticast) {
         EmulatedMachine machine(options);
         {
           const auto communicator =
-              ConnectOn(process, meeting, {.process_of_rank = of_rank, .nvls = true});
+              ConnectOn(process, addresses, {.process_of_rank = of_rank, .nvls = true});
           CHECK(communicator->has_multicast());
           CHECK(mode.has_fd ? communicator->fallbacks().empty()
                             : communicator->fallbacks().size() == 1);
@@ -215,9 +215,9 @@ TEST(RanksOfSeveralProcessesSumByMulticast) {
 }
 
 // The failing process is the one that creates the object, or one that imports it.
-TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
+TEST(AStepThatFailsInOneProcessIsAFallbackOfAll) {
   const auto run = [](const std::string& function, int failing, int nth) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(3, [&](int process) {
       EmulatedMachine machine({.first_device = process});
       if (process == failing) {
@@ -225,7 +225,7 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
       }
       {
         const auto communicator =
-            ConnectOn(process, meeting, {.process_of_rank = {0, 1, 2}, .nvls = true});
+            ConnectOn(process, addresses, {.process_of_rank = {0, 1, 2}, .nvls = true});
         CHECK_EQ(communicator->sharing_mode(), "vmm");
         CHECK(!communicator->has_multicast());
         CHECK_EQ(communicator->fallbacks().size(), 1u);
@@ -259,7 +259,7 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
 }
 
 TEST(AProcessThatCannotIsNamedBeforeAnythingIsTried) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedOptions options;
     options.first_device = process;
@@ -267,7 +267,7 @@ TEST(AProcessThatCannotIsNamedBeforeAnythingIsTried) {
     EmulatedMachine machine(options);
     {
       const auto communicator =
-          ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
+          ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .nvls = true});
       CHECK_EQ(Describe(communicator->fallbacks()),
                "nvls: process 1: GPU 0 has no multicast\n");
       CHECK_EQ(machine.NumCalls("MulticastCreate"), 0);
@@ -279,7 +279,7 @@ TEST(AProcessThatCannotIsNamedBeforeAnythingIsTried) {
 
 TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
   for (const bool has_vmm : {true, false}) {
-    Meeting meeting;
+    AddressExchange addresses;
     Processes processes(2, [&](int process) {
       EmulatedOptions options;
       options.first_device = has_vmm ? 0 : process;
@@ -287,7 +287,7 @@ TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
       EmulatedMachine machine(options);
       {
         const auto communicator =
-            ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
+            ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .nvls = true});
         CHECK_EQ(communicator->fallbacks().back().reason,
                  has_vmm ? "several of its ranks have one GPU"
                          : "the heaps are shared by ipc");
@@ -300,32 +300,32 @@ TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
 
 // The ranks could not report a failed step to the other host.
 TEST(RanksOfSeveralHostsHaveNone) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedOptions options;
     options.first_device = process;
     options.has_fabric = true;
     EmulatedMachine machine(options);
     {
-      const auto communicator = ConnectOn(process, meeting,
+      const auto communicator = ConnectOn(process, addresses,
                                           {.process_of_rank = {0, 1},
                                            .host = process == 1 ? "there" : "here",
                                            .nvls = true});
       CHECK_EQ(Describe(communicator->fallbacks()),
                "vmm: its ranks span 2 hosts\nnvls: its ranks span 2 hosts\n");
-      ++meeting.bulletin.word();
-      meeting.bulletin.WaitForWord(2);
+      ++addresses.bulletin.word();
+      addresses.bulletin.WaitForWord(2);
     }
     CHECK_EQ(machine.Complaints(), "");
   });
   CheckAllWell(processes);
 }
 
-TEST(ProcessesThatDoNotAllWantItAreToldBoth) {
-  Meeting meeting;
+TEST(ProcessesWithDifferentSettingsOfNvlsNameBoth) {
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
-    ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = process == 0});
+    ConnectOn(process, addresses, {.process_of_rank = {0, 1}, .nvls = process == 0});
   });
   for (const std::string& text : processes.Join()) {
     CHECK(Contains(text, "bytes on GPUs, NVLS, protocol"));
@@ -334,7 +334,7 @@ TEST(ProcessesThatDoNotAllWantItAreToldBoth) {
 }
 
 TEST(NothingIsLeftAfterManyCyclesWithMulticast) {
-  Meeting meeting;
+  AddressExchange addresses;
   Processes processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process});
     const auto num_files = [] {
@@ -345,7 +345,7 @@ TEST(NothingIsLeftAfterManyCyclesWithMulticast) {
     for (int round = 1; round <= 40; ++round) {
       {
         const auto communicator =
-            ConnectOn(process, meeting,
+            ConnectOn(process, addresses,
                       {.process_of_rank = {0, 1}, .round = round, .nvls = true});
         if (round % 10 == 1) CHECK_EQ(NumWrongSums(communicator), 0);
         if (round % 2 == 0) communicator->Close();

@@ -68,7 +68,7 @@ TEST(ManyBlocksAreExactEagerAndReplayed) {
   }
 }
 
-TEST(ARankWhoseSumDoesNotComeInOneExchangeIsNamed) {
+TEST(AMissingSumOfAOneShotAllReduceIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
   CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
   at.variant = Variant::kOneShot;

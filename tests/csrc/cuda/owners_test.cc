@@ -50,7 +50,7 @@ TEST(AScopeRestoresTheContextBeforeIt) {
   CHECK_EQ(current(), CUcontext{});
 }
 
-TEST(WhatIsMovedIsGivenBackOnce) {
+TEST(AMovedResourceIsFreedOnce) {
   EmulatedMachine machine;
   const Driver& driver = EmulatedDriver();
   {
@@ -75,7 +75,7 @@ TEST(WhatIsMovedIsGivenBackOnce) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(EveryOwnerGivesBack) {
+TEST(EveryOwnerFreesItsResource) {
   EmulatedMachine machine;
   const Driver& driver = EmulatedDriver();
   {
@@ -101,7 +101,7 @@ TEST(EveryOwnerGivesBack) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(WhatAnotherThreadDestroysIsGivenBack) {
+TEST(AResourceThatAnotherThreadDestroysIsFreed) {
   EmulatedMachine machine;
   const Driver& driver = EmulatedDriver();
   {
@@ -142,7 +142,7 @@ TEST(HostMemoryHoldsZerosAndIsSeenByTheDevice) {
   CHECK_EQ(words[15], 7u);
 }
 
-TEST(MemoryOfAStreamIsGivenBackBehindWhatUsesIt) {
+TEST(MemoryOfAStreamIsFreedAfterItsLastUse) {
   EmulatedMachine machine({.max_delay_us = 1000});
   const Driver& driver = EmulatedDriver();
   {
@@ -164,7 +164,7 @@ TEST(MemoryOfAStreamIsGivenBackBehindWhatUsesIt) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(WhatFailsHalfwayIsGivenBack) {
+TEST(AConstructorThatFailsFreesItsResources) {
   EmulatedMachine machine;
   const Driver& driver = EmulatedDriver();
   {

@@ -230,7 +230,7 @@ TEST(not_announcing_calls_is_found) {
   }
 }
 
-TEST(checking_the_place_behind_a_signal_is_found) {
+TEST(checking_the_partition_after_a_signal_is_found) {
   const Change change = [](RankProgram& program) {
     // The lane's first operation is the check, and its last is the end of the call.
     CHECK(IsKernel(program.lane.front(), kCheckPartitionKernel));
@@ -253,7 +253,7 @@ std::vector<Kind> InOnePiece(Reduction reduction) {
 
 // Copies after a failed wait may overwrite data that a peer still reads; a sum by
 // multicast stores nothing then, and the end of the call notifies the peers.
-TEST(failing_without_telling_the_peers_at_once_is_found) {
+TEST(failing_without_notifying_the_peers_at_once_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kWaitKernel)) continue;

@@ -19,7 +19,7 @@ void Prove(const std::vector<Kind>& kinds,
   check::Fail(__FILE__, __LINE__, Describe(kinds, num_ranks), ": ", wrong);
 }
 
-TEST(two_ranks_read_what_they_mean_in_any_two_calls) {
+TEST(two_ranks_read_the_right_data_in_any_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       Prove({first, second}, 2, kUnsignedWrap);
@@ -28,7 +28,7 @@ TEST(two_ranks_read_what_they_mean_in_any_two_calls) {
   }
 }
 
-TEST(two_ranks_read_what_they_mean_in_any_three_calls) {
+TEST(two_ranks_read_the_right_data_in_any_three_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       for (const Kind& third : kKinds) Prove({first, second, third}, 2, kUnsignedWrap);
@@ -40,7 +40,7 @@ bool Has(const Kind& kind, int num_ranks) {
   return HasVariant(kind.collective, kind.method, num_ranks, kind.variant);
 }
 
-TEST(three_ranks_read_what_they_mean_in_two_calls) {
+TEST(three_ranks_read_the_right_data_in_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       if (!Has(first, 3) || !Has(second, 3)) continue;
@@ -52,7 +52,7 @@ TEST(three_ranks_read_what_they_mean_in_two_calls) {
   }
 }
 
-TEST(four_ranks_read_what_they_mean_in_two_calls) {
+TEST(four_ranks_read_the_right_data_in_two_calls) {
   for (const Kind& kind : kKinds) {
     if (kind.num_splits == 1) Prove({kind, kind}, 4, kUnsignedWrap);
   }
@@ -77,7 +77,7 @@ TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
 }
 
 // Ranks may fail at every wait, also several ranks at once.
-TEST(nobody_ends_a_call_well_with_the_wrong_data_when_ranks_fail) {
+TEST(no_rank_succeeds_with_wrong_data_if_ranks_fail) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       if (first.num_splits + second.num_splits > 2) continue;
@@ -86,7 +86,7 @@ TEST(nobody_ends_a_call_well_with_the_wrong_data_when_ranks_fail) {
   }
 }
 
-TEST(nobody_passes_on_the_wrong_data_when_ranks_fail) {
+TEST(no_rank_forwards_wrong_data_if_ranks_fail) {
   for (const Kind& kind : kKinds) {
     if (kind.num_splits == 1 && Has(kind, 3)) {
       Prove({kind}, 3, kUnsignedWrap, Search::kFailures);
@@ -95,7 +95,7 @@ TEST(nobody_passes_on_the_wrong_data_when_ranks_fail) {
 }
 
 // Covers each set of ranks: on a mesh of several axes some may be in their places.
-TEST(all_ranks_hear_at_once_that_some_are_misplaced) {
+TEST(all_ranks_fail_at_once_if_some_run_another_partition) {
   const auto prove = [](const std::vector<Kind>& kinds, int num_ranks) {
     for (int set = 1; set < 1 << num_ranks; ++set) {
       std::vector<bool> is_misplaced;

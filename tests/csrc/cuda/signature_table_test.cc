@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/address_exchange.h"
 #include "cuda/cuda_calls.h"
 #include "cuda/gpu_member.h"
-#include "cuda/meeting.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -44,7 +44,7 @@ TEST(RanksAgreeInAnyOrderAndNothingIsKept) {
   CHECK(other && *other == Ready(0, "C"));
 }
 
-TEST(WhatAllRefuseIsNoContradiction) {
+TEST(ACallThatAllRanksRejectIsNoMismatch) {
   SignatureTable decision(2);
   CHECK(!decision.Add(Refused(0, "A")));
   CHECK(!decision.Add(Refused(1, "A")));
@@ -53,7 +53,7 @@ TEST(WhatAllRefuseIsNoContradiction) {
   CHECK(other && *other == Refused(0, "A"));
 }
 
-TEST(AStatementIsReadAsItWasSaid) {
+TEST(ASignatureIsUnpackedAsItWasPacked) {
   const GpuCallSignature said{
       .rank = 3, .site = "jit_f/1", .call = "A", .rejection = "x\ny"};
   CHECK(GpuCallSignature::Unpack(said.Pack()) == said);
@@ -71,8 +71,9 @@ CallAttributes GatherMatmul(Method method = Method::kRingExchange) {
 }
 
 // Runs `function` in two processes with one GPU and one rank each.
-Processes RunTwo(Meeting& meeting, const std::function<void(GpuMember&)>& function) {
-  return RunOnGpus(meeting, {{0, 1}}, {}, function);
+Processes RunTwo(AddressExchange& addresses,
+                 const std::function<void(GpuMember&)>& function) {
+  return RunOnGpus(addresses, {{0, 1}}, {}, function);
 }
 
 // Runs the call if it is not rejected; then initializes it until that fails, which is
@@ -97,9 +98,9 @@ std::string WithLabel(Gpus& gpus, GpuCalls& calls) {
   return text;
 }
 
-TEST(ProcessesThatMeanTheSameRun) {
-  Meeting meeting;
-  Processes processes = RunTwo(meeting, [](GpuMember& member) {
+TEST(ProcessesWithEqualSignaturesRun) {
+  AddressExchange addresses;
+  Processes processes = RunTwo(addresses, [](GpuMember& member) {
     Gpus& gpus = member.gpus();
     GpuCalls first(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
     GpuCalls second(gpus, GatherMatmul(), {}, DType::kF32, 2, member.placement());
@@ -114,7 +115,7 @@ TEST(ProcessesThatMeanTheSameRun) {
 }
 
 // Both processes report each difference with the same text, in any order of arrival.
-TEST(ProcessesThatMeanOtherThingsBothSaySo) {
+TEST(ProcessesWithDifferentSignaturesNameBoth) {
   struct Case {
     std::string first, second;
     std::function<void(CallAttributes&, jax_ub_test::Sizes&, DType&)> change;
@@ -129,8 +130,8 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
   };
   for (const Case& one : cases) {
     for (const int late : {0, 1}) {
-      Meeting meeting;
-      Processes processes = RunTwo(meeting, [&](GpuMember& member) {
+      AddressExchange addresses;
+      Processes processes = RunTwo(addresses, [&](GpuMember& member) {
         CallAttributes at = GatherMatmul();
         jax_ub_test::Sizes sizes = {};
         DType dtype = DType::kF32;
@@ -152,28 +153,28 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
 }
 
 // Otherwise the two processes would report different errors.
-TEST(WhetherAProcessIsStoppedIsNotWhatItMeans) {
-  Meeting meeting;
-  Processes processes = RunTwo(meeting, [&](GpuMember& member) {
+TEST(AStoppedProcessDoesNotChangeTheSignature) {
+  AddressExchange addresses;
+  Processes processes = RunTwo(addresses, [&](GpuMember& member) {
     const int process = member.process();
     const Method method = process == 0 ? Method::kRingExchange : Method::kExternal;
     GpuCalls calls(member.gpus(), GatherMatmul(method), {}, DType::kF32, 1,
                    member.placement());
     if (process == 1) {
       calls.Initialize(1);
-      ++meeting.bulletin.word();
+      ++addresses.bulletin.word();
       Hang();
     }
-    meeting.bulletin.WaitForWord(2);  // process 1 is stopped
+    addresses.bulletin.WaitForWord(2);  // process 1 is stopped
     const std::string text = WithLabel(member.gpus(), calls);
-    ++meeting.bulletin.word();
+    ++addresses.bulletin.word();
     throw Error(text);
   });
-  meeting.bulletin.WaitForWord(1);
+  addresses.bulletin.WaitForWord(1);
   processes.Signal(1, SIGSTOP);
   waitpid(processes.pid(1), nullptr, WUNTRACED);
-  ++meeting.bulletin.word();
-  meeting.bulletin.WaitForWord(3);
+  ++addresses.bulletin.word();
+  addresses.bulletin.WaitForWord(3);
   processes.Signal(1, SIGKILL);
   CHECK(Contains(processes.Join()[0], NameOf(0, processes.pid(0)) + " and " +
                                           NameOf(1, processes.pid(1)) +
@@ -182,8 +183,8 @@ TEST(WhetherAProcessIsStoppedIsNotWhatItMeans) {
 
 TEST(ARefusalOfOneProcessReachesTheOther) {
   for (const int late : {0, 1}) {
-    Meeting meeting;
-    Processes processes = RunTwo(meeting, [&](GpuMember& member) {
+    AddressExchange addresses;
+    Processes processes = RunTwo(addresses, [&](GpuMember& member) {
       Gpus& gpus = member.gpus();
       const int process = member.process();
       GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
@@ -205,9 +206,9 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
 }
 
 // The errors are: no algorithm, no room in the heap, a call that does not fit.
-TEST(WhatAllProcessesRefuseBreaksNothing) {
-  Meeting meeting;
-  Processes processes = RunTwo(meeting, [](GpuMember& member) {
+TEST(ACallThatAllProcessesRejectKeepsTheCommunicator) {
+  AddressExchange addresses;
+  Processes processes = RunTwo(addresses, [](GpuMember& member) {
     Gpus& gpus = member.gpus();
     const int process = member.process();
     GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());

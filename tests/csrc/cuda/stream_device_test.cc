@@ -65,7 +65,7 @@ WorkspacePlan PlanOf(int num_lanes, int64_t scratch_bytes, int64_t tensor_bytes)
   return plan;
 }
 
-TEST(TensorsLieBehindTheScratchOfTheLanesAndApart) {
+TEST(TensorsFollowTheScratchOfTheLanesAndDoNotOverlap) {
   OneGpu one;
   StreamLanes lanes(EmulatedDriver(), {});
   const WorkspacePlan plan = PlanOf(2, 512, 768);
@@ -88,7 +88,7 @@ TEST(TensorsLieBehindTheScratchOfTheLanesAndApart) {
 
 // Each lane adds a step to the result of the previous lane; any other order gives a
 // smaller number.
-TEST(MarksOrderLanesAndJoinOrdersXlasStream) {
+TEST(EventsOrderLanesAndJoinOrdersXlasStream) {
   OneGpu one(200);
   StreamLanes lanes(EmulatedDriver(), {.num_lanes = 3});
   constexpr int64_t kSteps = 40;

@@ -254,7 +254,7 @@ TEST(HandlersAreCapturedAndReplayedWithoutThem) {
   process.CheckEnd();
 }
 
-TEST(AFailureOfTheDeviceIsToldToTheNextRun) {
+TEST(AFailureOfTheDeviceFailsTheNextRun) {
   Process process(0.3);
   {
     const auto call = NewCall();

@@ -23,17 +23,17 @@
 namespace jax_ub {
 
 // The capabilities that the processes publish, in shared memory.
-class OfferBoard {
+class CapabilitiesBoard {
  public:
-  OfferBoard()
+  CapabilitiesBoard()
       : entries_(new (mmap(nullptr,
                            sizeof(Entry) * Bulletin::kMaxProcesses,
                            PROT_READ | PROT_WRITE,
                            MAP_SHARED | MAP_ANONYMOUS,
                            -1,
                            0)) Entry[Bulletin::kMaxProcesses]) {}
-  ~OfferBoard() { munmap(entries_, sizeof(Entry) * Bulletin::kMaxProcesses); }
-  OfferBoard(const OfferBoard&) = delete;
+  ~CapabilitiesBoard() { munmap(entries_, sizeof(Entry) * Bulletin::kMaxProcesses); }
+  CapabilitiesBoard(const CapabilitiesBoard&) = delete;
 
   void Publish(int process, const Capabilities& capabilities) {
     std::string text;
@@ -64,9 +64,9 @@ class OfferBoard {
   Entry* const entries_;
 };
 
-struct Meeting {
+struct AddressExchange {
   Bulletin bulletin;
-  OfferBoard capabilities_of;
+  CapabilitiesBoard capabilities_of;
 };
 
 // The options with which a test process connects.
@@ -83,7 +83,7 @@ struct Side {
 
 // Connects `process` to the group. Its n-th local rank is on device n.
 inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
-                                                   Meeting& meeting,
+                                                   AddressExchange& addresses,
                                                    Side side) {
   const std::vector<int>& of_rank = side.process_of_rank;
   const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
@@ -94,10 +94,11 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
                                      ordinals, side.slots_bytes, side.host, side.nvls);
   Capabilities capabilities = endpoint->capabilities();
   if (!side.fabric.empty()) capabilities["fabric"] = side.fabric;
-  meeting.capabilities_of.Publish(process, capabilities);
-  meeting.bulletin.Publish(process, endpoint->address());
-  const auto capabilities_of = meeting.capabilities_of.Read(num_processes, side.round);
-  auto peers = meeting.bulletin.Read(num_processes, side.round);
+  addresses.capabilities_of.Publish(process, capabilities);
+  addresses.bulletin.Publish(process, endpoint->address());
+  const auto capabilities_of =
+      addresses.capabilities_of.Read(num_processes, side.round);
+  auto peers = addresses.bulletin.Read(num_processes, side.round);
   std::erase_if(peers, [&](const auto& peer) {
     return capabilities_of.at(peer.first).at("host") != side.host;
   });

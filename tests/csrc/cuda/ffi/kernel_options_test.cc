@@ -84,8 +84,8 @@ CublasLt AskingCublasLt() {
 // The attributes of an AG+GEMM call, by name.
 class NamedAttributes : public AttributeSource {
  public:
-  explicit NamedAttributes(std::map<std::string, int64_t> knobs)
-      : numbers_(std::move(knobs)) {
+  explicit NamedAttributes(std::map<std::string, int64_t> options)
+      : numbers_(std::move(options)) {
     numbers_.insert({{"method", static_cast<int64_t>(Method::kPipeline)},
                      {"num_ranks", 2},
                      {"num_splits", 0},
@@ -105,11 +105,11 @@ class NamedAttributes : public AttributeSource {
   std::map<std::string, int64_t> numbers_;
 };
 
-Asked Run(const std::map<std::string, int64_t>& knobs) {
+Asked Run(const std::map<std::string, int64_t>& options) {
   static const Driver driver = AskingDriver();
   static const CublasLt library = AskingCublasLt();
   const CallAttributes at =
-      ReadAttributes(Op::kAllGatherMatmul, NamedAttributes(knobs));
+      ReadAttributes(Op::kAllGatherMatmul, NamedAttributes(options));
   Gpus gpus({.num_devices = at.num_ranks}, kLongS, driver, library);
   GpuCalls calls(gpus, at, {1, 8, 8, 3}, DType::kF32, 1);
   asked = {};
@@ -138,7 +138,7 @@ TEST(ProductsLeaveMultiprocessorsFree) {
   CHECK(Run({{"sm_margin", 32}}).sm_targets == std::set{100});
 }
 
-TEST(ProductsUseTheAlgorithmAndTheNumbersThatTheyMay) {
+TEST(ProductsUseTheGivenAlgorithmAndPrecision) {
   CHECK_EQ(Run({}).last_algorithm, 0);
   CHECK_EQ(Run({{"gemm_algorithm", 1}}).last_algorithm, 1);
   CHECK(Run({}).compute_types == std::set{lt::ComputeType::k32F});
@@ -147,7 +147,7 @@ TEST(ProductsUseTheAlgorithmAndTheNumbersThatTheyMay) {
 }
 
 // The emulated priorities are -5 to 0; there are two devices.
-TEST(StreamsAreAsManyAndAsUrgentAsTheyAreToBe) {
+TEST(StreamsHaveTheGivenNumberAndPriority) {
   CHECK_EQ(Run({}).priorities.count(-5), 2u);
   const std::map<std::string, int64_t> named = {
       {"comm_priority", -2}, {"gemm_priority", -1}, {"num_lanes", 3}};
@@ -158,7 +158,7 @@ TEST(StreamsAreAsManyAndAsUrgentAsTheyAreToBe) {
   CHECK_EQ(Run({{"comm_priority", -100}}).priorities.count(-5), 2u);
 }
 
-TEST(ChunksAreCutIntoSoManyPieces) {
+TEST(ChunksAreDividedIntoTheGivenNumberOfSplits) {
   CHECK_EQ(Run({}).num_copies, 2);
   CHECK_EQ(Run({{"num_splits", 3}}).num_copies, 6);
 }
@@ -166,10 +166,10 @@ TEST(ChunksAreCutIntoSoManyPieces) {
 TEST(ChunksOfTwoRanksAreOneProduct) {
   const auto ring = static_cast<int64_t>(Method::kRingExchange);
   const auto aggregate = static_cast<int64_t>(Variant::kAggregate);
-  std::map<std::string, int64_t> knobs = {{"num_ranks", 4}, {"method", ring}};
-  CHECK_EQ(Run(knobs).num_products, 4 * 4);
-  knobs["variant"] = aggregate;
-  CHECK_EQ(Run(knobs).num_products, 4 * 3);
+  std::map<std::string, int64_t> options = {{"num_ranks", 4}, {"method", ring}};
+  CHECK_EQ(Run(options).num_products, 4 * 4);
+  options["variant"] = aggregate;
+  CHECK_EQ(Run(options).num_products, 4 * 3);
 }
 
 }  // namespace
