@@ -14,12 +14,7 @@ import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.methods import resolve
-from jax_ub._src.output import (
-    format_bytes,
-    format_seconds,
-    format_table,
-    version_of,
-)
+from jax_ub._src.output import format_bytes, format_seconds, format_table, version_of
 from jax_ub._src.runtime import cpu_engine, settings
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
