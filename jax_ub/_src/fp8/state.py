@@ -272,6 +272,7 @@ def _axis_of_steps(of_scale, of_history):
     return axes[0]
 
 
+@jax.jit  # traced once for all tensors of the same shapes
 def _updated(tensor):
     """Returns a dict of a tensor's new scale and amax history.
 
@@ -305,26 +306,24 @@ def _num_added(scale, history, shifted, axis):
         shifted: the old history with the latest amax of the new one.
         axis: the axis of the steps.
     """
-
-    def largest_of(history):
-        finite = jnp.where(jnp.isfinite(history), history, 0)
-        return jnp.max(finite, axis, keepdims=True, initial=0)
-
     before, after = (
         lax.slice_in_dim(array, 1, None, axis=axis) for array in (shifted, history[1])
     )
+    is_known, ratios = jnp.isfinite(before) & (before > 0), after / before
+    most = jnp.where(is_known, ratios, 0).max(axis, keepdims=True, initial=0)
+    least = jnp.where(is_known, ratios, jnp.inf).min(
+        axis, keepdims=True, initial=jnp.inf
+    )
     # A step keeps the scale if the largest amax is zero or not finite.
-    is_kept = largest_of(history[0]) == 0
-    is_kept |= ~jnp.all(jnp.isfinite(history[0]), axis, keepdims=True)
-    of_scale = jnp.where(is_kept, scale[1] / scale[0], 1)
-    largest = largest_of(before)
-    ratio = jnp.where(largest > 0, largest_of(after) / largest, of_scale)
-    num = jnp.round(ratio)
+    total = jnp.sum(history[0], axis, keepdims=True)
+    has_kept_scale = ~(jnp.isfinite(total) & (total > 0))
+    of_scale = jnp.where(has_kept_scale, scale[1] / scale[0], 1)
+    has_known = most > 0
+    most, least = (jnp.where(has_known, ratio, of_scale) for ratio in (most, least))
+    num = jnp.round(most)
     # Gradients may have been rounded to bf16.
-    rtol = max(1e-4, float(jnp.finfo(history[1].dtype).eps))
-    is_close = functools.partial(jnp.isclose, rtol=rtol, atol=0, equal_nan=True)
-    is_multiple = jnp.all(is_close(after, num * before), axis, keepdims=True)
-    is_sum = (num > 1) & is_close(ratio, num) & is_multiple
+    error = max(1e-4, float(jnp.finfo(history[1].dtype).eps)) * num
+    is_sum = (num > 1) & (least > num - error) & (most < num + error)
     return jnp.where(is_sum, num, 1)
 
 
