@@ -268,7 +268,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
             )
         saved = quantized(config, residuals, params)
         # The GEMM reads copies, because `jax.checkpoint` applies `reduce_precision`,
-        # which spoils FP8 values, to saved arrays that are read (see `not_reduced`).
+        # which corrupts FP8 values, to saved arrays that are read (see `not_reduced`).
         return *not_reduced((saved["x"], saved["kernel"])), saved
 
     def forward(
