@@ -147,7 +147,11 @@ def row_forward(
         sends_fp8 = op == "matmul_reduce_scatter" and _sends_fp8(reducing, xs[0])
         is_one_call = not sends_fp8
     if is_one_call:
-        product = getattr(matmuls, op)  # the primitive of this name
+        product = {
+            "matmul": matmuls.matmul,
+            "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
+            "matmul_all_reduce": matmuls.matmul_all_reduce,
+        }[op]
         execution = config.local if op == "matmul" else reducing
         options = _options(config, config.out_dtype)
         return (product(execution, xs, ws, bias, residual, **options),), None
