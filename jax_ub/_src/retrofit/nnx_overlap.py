@@ -203,7 +203,7 @@ class _Layer:
 
     @property
     def original(self) -> Any:
-        """Returns the product function that the module had before `overlap`."""
+        """Returns the function, such as a `dot_general`, that `ub.overlap` replaces."""
         product = self.product
         return product.original if _is_overlapped(product) else product
 

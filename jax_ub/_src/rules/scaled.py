@@ -208,8 +208,8 @@ def quantized(
     given = ws if all(map(is_scaled, ws)) else ()
     wide = by_name(x, () if given else ws)
     if INPUT not in roles:
-        # x was quantized before this call, perhaps by another recipe, and the ranks may
-        # have different scales of x.
+        # x is FP8 already. It is not quantized here, so the checks below do not apply:
+        # its recipe may be another one, and its scales may differ between ranks.
         del wide["x"]
     for name, operand in wide.items():
         if is_scaled(operand):

@@ -234,7 +234,7 @@ class Timer:
         return _background_load()
 
     def _share(self, candidates: Sequence[Any]) -> float:
-        """Returns the share of the CPU that the last round lacked, from 0 to 1."""
+        """Returns the share of the CPU, 0 to 1, that other programs took in a round."""
         return max([self._load.share(), *(c.lost for c in candidates)])
 
 

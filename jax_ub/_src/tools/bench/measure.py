@@ -102,10 +102,10 @@ def measure(
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns a case's programs to time. jax_ub's is timed for each value of --threads.
+    """Returns the programs of a case: jax_ub's and those that it is compared with.
 
-    All programs run with the first value. With another value, such as 16, jax_ub's has
-    the name "jax_ub@16". Without --threads, no number of threads is set.
+    All programs run with the first number of --threads. With another one, such as 16,
+    only jax_ub's program runs, named "jax_ub@16". Without --threads, no number is set.
     """
     if not threads:
         return case.candidates

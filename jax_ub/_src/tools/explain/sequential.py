@@ -276,7 +276,7 @@ def _planned(op, axis_name, mode, ranks, window_name, sizes, *, is_backward):
 
 
 def _multiplies_unlike_sent(op, config):
-    """Returns whether a GPU would multiply gathered FP8 rows by non-FP8 arrays."""
+    """Returns whether this call sends FP8 rows, but has a wide GEMM, on a GPU."""
     is_wide = config.choice.sends_fp8 and op.fp8 is None
     return is_wide and config.is_on_cuda and not config.uses_bulk
 
