@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from fp8_steps import XS, over_scan, scale_of, step
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -37,27 +38,23 @@ def in_carry(loss, state):
 FACTORS = (0.0, 1.0, 2.0, 0.0, 0.5, jnp.inf, 0.25, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("length", "factors"),
-    [
+@covering(
+    steps=[
         (3, FACTORS),
         (5, FACTORS),
         # The first steps of mixed precision in f16, and a tensor that stays infinite.
         *((length, (jnp.inf,) * 4 + (1.0,)) for length in (1, 2, 5)),
         *((length, (1.0,) + (jnp.inf,) * 4) for length in (2, 3)),
     ],
-)
-@pytest.mark.parametrize(
-    "loop",
-    [
+    loop=[
         in_wrapped_function(jax.jit),
         in_wrapped_function(jax.checkpoint),
         in_wrapped_function(in_inner_scan),
         in_carry,
     ],
-    ids=["jit", "checkpoint", "inner scan", "carry"],
 )
-def test_apply_updates_restores_a_sum_of_states(loop, length, factors):
+def test_apply_updates_restores_a_sum_of_states(steps, loop):
+    length, factors = steps
     recipe = FP8.DelayedScaling(amax_history_len=length)
 
     @jax.jit
@@ -169,9 +166,7 @@ def test_arrays_of_other_shapes_and_dtypes_are_no_state(name, array, text):
         FP8.apply_updates(tensor, tensor)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_layers", [1, 3])
+@covering(axis=[0, 1], length=[1, 2, 3, 4], num_layers=[1, 3])
 def test_states_may_be_stacked_along_any_axis(axis, length, num_layers):
     recipe = FP8.DelayedScaling(amax_history_len=length)
     states = [FP8.init_state(recipe)] * num_layers
