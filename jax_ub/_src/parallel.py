@@ -186,7 +186,7 @@ def _modes():
 
 
 MODES = {(mode.parallel, mode.sequence_parallel): mode for mode in _modes()}
-# The modes whose op overlaps a GEMM with communication.
+# Maps each op that overlaps a GEMM with communication to its parallel mode.
 OVERLAPPED = {mode.op: mode for mode in MODES.values() if mode.fprop}
 
 

@@ -43,7 +43,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
 _NOT_BULK = tuple(method for method in Method if method is not Method.BULK)
-# Maps (pass, collective) to (default method, valid methods). The collective is an
+# The default method and the valid methods for each pass and collective, which is an
 # all-gather or a reduce-scatter. Where Transformer Engine uses method "bulk", the
 # default is "bulk" instead.
 _METHODS = {

@@ -349,6 +349,7 @@ def bulk_reduce_scatter(
     return tuple(dws), scattered
 
 
+# This module and `matmuls`, which it imports, define all ops.
 def _names_of_primitives(kind):
     own = [kind.primitive.name] if "op" in vars(kind) else []
     return sum(map(_names_of_primitives, kind.__subclasses__()), own)

@@ -4,7 +4,8 @@ from jax_ub._src import methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import estimate as prediction
-from jax_ub._src.prediction.hardware import HARDWARE, Hardware
+from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.tools.explain.report import find_hardware
 
 
 def estimate(  # noqa: PLR0913, the call and the machine
@@ -18,20 +19,10 @@ def estimate(  # noqa: PLR0913, the call and the machine
     hardware: str | Hardware = "h200",
     gathered_dtype=None,
 ) -> prediction.Prediction:
-    """Predicts the time of one call of jax_ub with the simulator's cost model.
+    """Predicts the time of one call, as the private `prediction.estimate` does.
 
-    Args:
-        op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
-        method: a method, with its options if it is a `MethodChoice`.
-        M: number of tokens, summed over all ranks.
-        K: global contracting size; for collectives, bulk ops and wgrad, the number of
-            features of the communicated tensor.
-        N: global number of output features; ignored for collectives.
-        P: number of ranks.
-        dtype: dtype of the operands.
-        hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
-        gathered_dtype: dtype in which an array is all-gathered, if it is not `dtype`,
-            as with `wire_dtype="fp8"`.
+    It checks the arguments. `method` and `hardware` may also be names, such as "auto"
+    and "h100".
 
     Returns:
         The times of the call and of its parts, in seconds.
@@ -51,13 +42,8 @@ def estimate(  # noqa: PLR0913, the call and the machine
         )
     if not isinstance(method, MethodChoice):
         method = MethodChoice(methods.resolve("simulate", method, None))
-    if isinstance(hardware, str) and hardware in HARDWARE:
-        hardware = HARDWARE[hardware]
-    if not isinstance(hardware, Hardware):
-        raise UnknownNameError(
-            f"hardware {shown(hardware)} is not known. {nearest(hardware, HARDWARE)}"
-        )
-    return prediction.estimate(op, method, M, K, N, P, dtype, hardware, gathered_dtype)
+    machine = find_hardware(hardware)
+    return prediction.estimate(op, method, M, K, N, P, dtype, machine, gathered_dtype)
 
 
 def predict(*arguments, **options) -> float:

@@ -326,8 +326,10 @@ def _unfused_steps(mode: ParallelMode, *, is_backward: bool) -> str:
     collectives = [f"{names[one.comm_type]} {dims}" for one in possible]
     if is_backward:
         steps = [*collectives, "matmul nk", "matmul kn"]
+    elif mode.gathers_x:
+        steps = [*collectives, "matmul kn"]
     else:
-        steps = ["matmul kn", *collectives][:: -1 if mode.gathers_x else 1]
+        steps = ["matmul kn", *collectives]
     return ", ".join(steps)
 
 
